@@ -1,0 +1,1 @@
+"""The training program around `logra_jax`: models, tasks, rollouts, RL."""

@@ -1,0 +1,424 @@
+"""One decoder for Llama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 (dense).
+
+The layers are stacked: each parameter under `layers` has a leading layer axis
+and the forward pass is one `scan`. Axis letters: B batch, S queries, M keys,
+T tokens, D features, K key-value heads, G query heads per key-value head,
+H features per head, V vocabulary.
+"""
+
+import dataclasses
+import math
+
+from flax import linen as nn
+from flax import struct
+import jax
+from jax.typing import DTypeLike
+import jax.numpy as jnp
+
+try:
+  from logra_jax import linen as lnn
+except ImportError:
+  lnn = nn
+
+# A masked score. Finite, so that a row with nothing to attend to (padding) is
+# uniform and not NaN.
+_MASKED = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """Llama 3's stretching of the rotary wavelengths beyond the old context."""
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_max_length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+  """Shapes and switches of a `Decoder`; hashable.
+
+  Attributes:
+    vocab_size: number of token ids, V.
+    d_model: features of the residual stream, D.
+    n_layers: number of layers.
+    n_heads: number of query heads.
+    n_kv_heads: number of key-value heads; divides `n_heads`.
+    head_dim: features per head, H; even.
+    d_ff: width of the gated feed-forward layer.
+    rope_theta: base of the rotary wavelengths.
+    norm_eps: added to the mean square in every RMS norm.
+    qkv_bias: whether the query, key and value projections have a bias.
+    qk_norm: whether queries and keys are RMS-normalised per head (Qwen3).
+    tied_head: whether the head is the embedding transposed.
+    max_length: longest sequence in tokens, padding included.
+    dtype: dtype of activations and products. Norm statistics, softmax and
+      logits are float32 in any case.
+    param_dtype: dtype that `init` creates parameters in.
+    remat: whether each layer is recomputed in the backward pass.
+    family: `'llama'`, `'qwen2'` or `'qwen3'`: the architecture to export as.
+    rope_scaling: Llama 3's rotary scaling, or None.
+  """
+
+  vocab_size: int
+  d_model: int
+  n_layers: int
+  n_heads: int
+  n_kv_heads: int
+  head_dim: int
+  d_ff: int
+  rope_theta: float = 10000.0
+  norm_eps: float = 1e-6
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  tied_head: bool = False
+  max_length: int = 2048
+  dtype: DTypeLike = "float32"
+  param_dtype: DTypeLike = "float32"
+  remat: bool = False
+  family: str = "llama"
+  rope_scaling: RopeScaling | None = None
+
+  def __post_init__(self):
+    sizes = (
+        "vocab_size d_model n_layers n_heads n_kv_heads head_dim d_ff"
+        " max_length"
+    )
+    for name in sizes.split():
+      value = vars(self)[name]
+      if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive int, got {value!r}")
+    if self.n_heads % self.n_kv_heads:
+      raise ValueError(
+          f"n_kv_heads must divide n_heads={self.n_heads}, "
+          f"got {self.n_kv_heads}"
+      )
+    if self.head_dim % 2:
+      raise ValueError(f"head_dim must be even, got {self.head_dim}")
+
+
+@struct.dataclass
+class Cache:
+  """Keys and values of all layers, `[n_layers, B, M, K, H]` each."""
+
+  k: jax.Array
+  v: jax.Array
+
+
+def init_cache(
+    config: DecoderConfig,
+    batch: int,
+    length: int,
+    dtype: DTypeLike | None = None,
+) -> Cache:
+  """An empty cache.
+
+  Args:
+    config: the decoder's configuration.
+    batch: number of sequences, B.
+    length: number of slots per sequence in tokens, M.
+    dtype: of keys and values; None means `config.dtype`.
+
+  Returns:
+    A `Cache` of zeros.
+
+  Raises:
+    ValueError: if `length` exceeds `config.max_length`.
+  """
+  _check_length(config, length)
+  shape = (config.n_layers, batch, length, config.n_kv_heads, config.head_dim)
+  dtype = config.dtype if dtype is None else dtype
+  return Cache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+
+
+def _check_length(config: DecoderConfig, length: int) -> None:
+  """Refuses sequences that the model was not trained for."""
+  if length > config.max_length:
+    raise ValueError(
+        f"sequence of {length} tokens is longer than "
+        f"max_length={config.max_length}: shorten it, or load the model with "
+        "a larger max_length"
+    )
+
+
+def rope_frequencies(config: DecoderConfig) -> jax.Array:
+  """Radians per position of each rotated pair: `[H / 2]` float32."""
+  half = config.head_dim // 2
+  exponent = jnp.arange(half, dtype=jnp.float32) / half
+  freqs = 1.0 / config.rope_theta**exponent
+  scaling = config.rope_scaling
+  if scaling is None:
+    return freqs
+  # Turns within the old context: few turns are stretched by `factor`, many
+  # are kept, and between the two bounds the frequency is interpolated.
+  turns = scaling.original_max_length * freqs / (2 * math.pi)
+  low, high = scaling.low_freq_factor, scaling.high_freq_factor
+  keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+  return freqs * (keep + (1.0 - keep) / scaling.factor)
+
+
+def _rope_tables(config, positions):
+  """Cosine and sine of each angle: two `[B, S, 1, H / 2]` float32."""
+  angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
+  return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+
+
+def _rotate(x, rope):
+  """Rotates feature i of `[B, S, heads, H]` with feature i + H / 2."""
+  cos, sin = rope
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return turned.astype(x.dtype)
+
+
+def _attend(q, k, v, mask):
+  """Grouped attention.
+
+  q `[B, S, K * G, H]`, k and v `[B, M, K, H]`, mask `[B or 1, S, M]` bool;
+  returns `[B, S, K * G * H]`. Key-value heads are never repeated in memory.
+  """
+  batch, queries, n_heads, head_dim = q.shape
+  n_kv_heads = k.shape[2]
+  q = q.reshape(batch, queries, n_kv_heads, n_heads // n_kv_heads, head_dim)
+  scores = jnp.einsum(
+      "bskgh,bmkh->bkgsm", q, k, preferred_element_type=jnp.float32
+  )
+  scores = scores * head_dim**-0.5
+  scores = jnp.where(mask[:, None, None], scores, _MASKED)
+  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  out = jnp.einsum("bkgsm,bmkh->bskgh", weights, v)
+  return out.reshape(batch, queries, n_heads * head_dim)
+
+
+class Embed(nn.Module):
+  """Token embeddings `[V, D]`, and their use as a tied head."""
+
+  config: DecoderConfig
+
+  def setup(self):
+    config = self.config
+    self.embedding = self.param(
+        "embedding",
+        nn.initializers.normal(0.02),
+        (config.vocab_size, config.d_model),
+        config.param_dtype,
+    )
+
+  def __call__(self, tokens):
+    # `take` gives NaN, not a neighbour, for an id outside the vocabulary.
+    return jnp.take(self.embedding, tokens, axis=0).astype(self.config.dtype)
+
+  def attend(self, hidden):
+    return _head_logits("...d,vd->...v", hidden, self.embedding, self.config)
+
+
+class Head(nn.Module):
+  """An untied head `[D, V]`."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, hidden):
+    config = self.config
+    kernel = self.param(
+        "kernel",
+        nn.initializers.normal(0.02),
+        (config.d_model, config.vocab_size),
+        config.param_dtype,
+    )
+    return _head_logits("...d,dv->...v", hidden, kernel, config)
+
+
+def _head_logits(spec, hidden, kernel, config):
+  """Float32 logits from products in the compute dtype."""
+  return jnp.einsum(
+      spec,
+      hidden.astype(config.dtype),
+      kernel.astype(config.dtype),
+      preferred_element_type=jnp.float32,
+  )
+
+
+class Layer(nn.Module):
+  """Attention and gated feed-forward, each on a normalised residual."""
+
+  config: DecoderConfig
+
+  def _norm(self, name):
+    config = self.config
+    return nn.RMSNorm(
+        epsilon=config.norm_eps,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        name=name,
+    )
+
+  def _dense(self, features, name, use_bias=False):
+    return lnn.Dense(
+        features,
+        use_bias=use_bias,
+        dtype=self.config.dtype,
+        param_dtype=self.config.param_dtype,
+        name=name,
+    )
+
+  @nn.compact
+  def __call__(self, carry, layer, rope, mask, index):
+    """The body of the scan.
+
+    Args:
+      carry: residual stream `[B, S, D]` and the whole `Cache` or None. The
+        cache is carried and not scanned over, so that it is updated in place.
+      layer: index of this layer, int32 scalar.
+      rope: tables of `_rope_tables`.
+      mask: `[B or 1, S, M]` bool, True where a query may see a key.
+      index: first cache slot to write, int32 scalar, or None.
+
+    Returns:
+      The new carry, and None.
+    """
+    config = self.config
+    x, cache = carry
+    batch, queries, _ = x.shape
+    heads = lambda y, n: y.reshape(batch, queries, n, config.head_dim)
+
+    y = self._norm("attn_norm")(x)
+    bias, width = config.qkv_bias, config.n_kv_heads * config.head_dim
+    q = self._dense(config.n_heads * config.head_dim, "q_proj", bias)(y)
+    q = heads(q, config.n_heads)
+    k = heads(self._dense(width, "k_proj", bias)(y), config.n_kv_heads)
+    v = heads(self._dense(width, "v_proj", bias)(y), config.n_kv_heads)
+    if config.qk_norm:
+      q, k = self._norm("q_norm")(q), self._norm("k_norm")(k)
+    q, k = _rotate(q, rope), _rotate(k, rope)
+    if cache is not None:
+      cache, k, v = _update(cache, layer, index, k, v)
+    y = _attend(q, k, v, mask)
+    x = x + self._dense(config.d_model, "o_proj")(y)
+
+    y = self._norm("mlp_norm")(x)
+    gate = self._dense(config.d_ff, "gate_proj")(y)
+    y = nn.silu(gate) * self._dense(config.d_ff, "up_proj")(y)
+    x = x + self._dense(config.d_model, "down_proj")(y)
+    return (x, cache), None
+
+
+def _update(cache, layer, index, k, v):
+  """Writes k, v `[B, S, K, H]`; returns the cache and the layer's k, v."""
+  start = (layer, 0, index, 0, 0)
+  write = lambda old, new: jax.lax.dynamic_update_slice(
+      old, new[None].astype(old.dtype), start
+  )
+  cache = Cache(k=write(cache.k, k), v=write(cache.v, v))
+  read = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+  return cache, read(cache.k).astype(k.dtype), read(cache.v).astype(v.dtype)
+
+
+class Decoder(nn.Module):
+  """A causal language model.
+
+  Parameters: `embed/embedding [V, D]`; under `layers`, stacked over layers,
+  `{q,k,v,o,gate,up,down}_proj/kernel [n_layers, d_in, d_out]`, `bias` where
+  the family has one, `{attn,mlp,q,k}_norm/scale`; `norm/scale [D]`; without a
+  tied head `lm_head/kernel [D, V]`.
+
+  Call the other methods as `model.apply(variables, ..., method="hidden")`.
+  """
+
+  config: DecoderConfig
+
+  def setup(self):
+    config = self.config
+    self.embed = Embed(config)
+    # The scan already keeps XLA from undoing the recomputation.
+    layer = nn.remat(Layer, prevent_cse=False) if config.remat else Layer
+    self.layers = nn.scan(
+        layer,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+        length=config.n_layers,
+    )(config)
+    self.norm = nn.RMSNorm(
+        epsilon=config.norm_eps,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+    )
+    if not config.tied_head:
+      self.lm_head = Head(config)
+
+  def __call__(
+      self, tokens: jax.Array, valid: jax.Array | None = None
+  ) -> jax.Array:
+    """Logits `[B, T, V]` float32; arguments as for `hidden`."""
+    return self.head(self.hidden(tokens, valid))
+
+  def hidden(
+      self, tokens: jax.Array, valid: jax.Array | None = None
+  ) -> jax.Array:
+    """Features after the final norm, before the head.
+
+    Args:
+      tokens: `[B, T]` int32.
+      valid: `[B, T]` bool, False at padding; None means no padding. A valid
+        token's position is the number of valid tokens before it, so padding
+        on the left (or anywhere) does not change what valid tokens see.
+
+    Returns:
+      `[B, T, D]` in `config.dtype`; of no meaning at padding.
+
+    Raises:
+      ValueError: if T exceeds `config.max_length`.
+    """
+    length = tokens.shape[1]
+    _check_length(self.config, length)
+    mask = jnp.tril(jnp.ones((length, length), bool))[None]
+    if valid is None:
+      positions = jnp.arange(length)[None]
+    else:
+      positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
+      mask = mask & valid[:, None, :]
+    return self._run(tokens, positions, mask, None, None)[0]
+
+  def head(self, hidden: jax.Array) -> jax.Array:
+    """Logits `[..., V]` float32 of features `[..., D]`."""
+    if self.config.tied_head:
+      return self.embed.attend(hidden)
+    return self.lm_head(hidden)
+
+  def decode(
+      self,
+      tokens: jax.Array,
+      valid_cache: jax.Array,
+      positions: jax.Array,
+      cache: Cache,
+      index: jax.Array | int,
+  ) -> tuple[jax.Array, Cache]:
+    """Continues sequences: a whole prompt, or one token at a time.
+
+    Args:
+      tokens: `[B, S]` int32, written to slots `index ... index + S - 1`.
+      valid_cache: `[B, M]` bool, False at padding. It covers the new tokens
+        too: a token sees the valid slots up to its own.
+      positions: `[B, S]` int32, the number of valid tokens before each.
+      cache: of `init_cache`, with M slots.
+      index: int32 scalar, with `index + S <= M` (the caller's duty: a traced
+        index that is too large overwrites the last slots).
+
+    Returns:
+      Features after the final norm `[B, S, D]`, and the cache.
+    """
+    queries, slots = tokens.shape[1], valid_cache.shape[1]
+    own = index + jnp.arange(queries)
+    mask = jnp.arange(slots)[None, :] <= own[:, None]
+    mask = mask[None] & valid_cache[:, None, :]
+    return self._run(tokens, positions, mask, cache, index)
+
+  def _run(self, tokens, positions, mask, cache, index):
+    """Embedding, layers and final norm; returns features and cache."""
+    x = self.embed(tokens)
+    rope = _rope_tables(self.config, positions)
+    layers = jnp.arange(self.config.n_layers)
+    (x, cache), _ = self.layers((x, cache), layers, rope, mask, index)
+    return self.norm(x), cache
