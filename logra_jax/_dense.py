@@ -1,0 +1,262 @@
+"""The dense operation whose backward pass emits a sketch.
+
+Inside `logra_jax.value_and_grad` and `logra_jax.kl_probe` each target kernel
+of the parameter tree is a `SketchedKernel`: the kernel, a thin slot, and the
+key of its basis. `dot_general` is the one operation that consumes it; with an
+ordinary array it is `jax.lax.dot_general`, so the same model runs inference.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from flax import struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from logra_jax import _basis
+from logra_jax._targets import Target
+
+DimensionNumbers = tuple[
+    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
+]
+
+
+@struct.dataclass
+class SketchedKernel:
+  """A target kernel as the model sees it while it is differentiated.
+
+  Every leaf leads with the kernel's batch axes, so that `scan`, `vmap` and
+  `jax.checkpoint` slice all of them alike.
+
+  Attributes:
+    kernel: `[*batch, *in, *out]`, the parameter.
+    factor: `[*batch, rank, d_out]` float32 zeros; its cotangent is the sketch,
+      its tangent the proposed thin update.
+    decay: `[*batch]` float32 zeros; its tangent is the coefficient of the
+      kernel itself in the proposed update.
+    key: `[*batch, 2]` uint32, the basis.
+    target: what the axes are.
+    forward: whether it is for forward mode (the probe).
+    dtype: dtype to compute in, None for the kernel's own.
+  """
+
+  kernel: jax.Array
+  factor: jax.Array
+  decay: jax.Array
+  key: jax.Array
+  target: Target = struct.field(pytree_node=False)
+  forward: bool = struct.field(pytree_node=False, default=False)
+  dtype: Any = struct.field(pytree_node=False, default=None)
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.kernel.shape
+
+  @property
+  def ndim(self) -> int:
+    return self.kernel.ndim
+
+  def __getitem__(self, index: Any) -> "SketchedKernel":
+    if index is Ellipsis:  # how Flax NNX reads the whole of a variable
+      return self
+    raise TypeError(self._misuse())
+
+  def __jax_array__(self) -> jax.Array:
+    raise TypeError(self._misuse())
+
+  def _misuse(self) -> str:
+    return (
+        f"the LoGRA target {self.target.path!r} is used by an operation that"
+        " emits no sketch; consume it through logra_jax.dot_general (as"
+        " logra_jax.linen.Dense and logra_jax.nnx.Linear do), or leave it out"
+        " of targets"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+  """What is static in one application of a sketched kernel."""
+
+  target: Target
+  dimension_numbers: Any
+  precision: Any
+  preferred: Any
+  dtype: Any
+  x_shape: tuple[int, ...]
+  x_dtype: Any
+
+  def dot(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    if self.dtype is not None:
+      kernel = kernel.astype(self.dtype)
+    return lax.dot_general(
+        x,
+        kernel,
+        self.dimension_numbers,
+        precision=self.precision,
+        preferred_element_type=self.preferred,
+    )
+
+  def rows(self, x: jax.Array) -> jax.Array:
+    """`x` as `[*batch, N, d_in]`."""
+    (contract, _), (batch, _) = self.dimension_numbers
+    free = [a for a in range(x.ndim) if a not in (*contract, *batch)]
+    sizes = [x.shape[a] for a in batch]
+    x = x.transpose(*batch, *free, *contract)
+    return x.reshape(*sizes, -1, self.target.d_in)
+
+  def project(self, x: jax.Array, key: jax.Array) -> jax.Array:
+    """`X Aᵀ [*batch, N, rank]`."""
+    target = self.target
+    return _basis.project(
+        self.rows(x), key, target.rank, target.distribution
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sketched_dot(call, x, kernel, factor, key):
+  del factor, key
+  return call.dot(x, kernel)
+
+
+def _sketched_dot_fwd(call, x, kernel, factor, key):
+  del factor
+  # [*batch, N, rank] is kept where a dense gradient would keep [N, d_in].
+  return call.dot(x, kernel), (call.project(x, key), kernel)
+
+
+def _sketched_dot_bwd(call, residuals, cotangent):
+  projected, kernel = residuals
+  x = jax.ShapeDtypeStruct(call.x_shape, call.x_dtype)
+  (x_bar,) = jax.linear_transpose(lambda x: call.dot(x, kernel), x)(cotangent)
+  rows = cotangent.reshape(*projected.shape[:-1], call.target.d_out)
+  # [*batch, rank, d_out] = [*batch, N, rank]ᵀ @ [*batch, N, d_out]
+  sketch = jnp.einsum(
+      "...nr,...no->...ro", projected, rows, preferred_element_type=jnp.float32
+  )
+  return x_bar, None, sketch, None
+
+
+_sketched_dot.defvjp(_sketched_dot_fwd, _sketched_dot_bwd)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _perturbed_dot(call, x, kernel, factor, decay, key):
+  del factor, decay, key
+  return call.dot(x, kernel)
+
+
+@_perturbed_dot.defjvp
+def _perturbed_dot_jvp(call, primals, tangents):
+  x, kernel, _, _, key = primals
+  x_dot, _, factor_dot, decay_dot, _ = tangents
+  y = call.dot(x, kernel)
+  # [*batch, N, d_out] = [*batch, N, rank] @ [*batch, rank, d_out]
+  y_dot = jnp.einsum(
+      "...nr,...ro->...no",
+      call.project(x, key),
+      factor_dot.astype(call.x_dtype),
+      preferred_element_type=jnp.float32,
+  )
+  decay_dot = decay_dot.reshape(decay_dot.shape + (1,) * (y.ndim - decay_dot.ndim))
+  y_dot = y_dot.reshape(y.shape) + decay_dot * y
+  return y, call.dot(x_dot, kernel) + y_dot.astype(y.dtype)
+
+
+def _check_axes(kernel: SketchedKernel, dimension_numbers: Any) -> Any:
+  """Canonical dimension numbers; raises where the layout says otherwise."""
+  (x_contract, k_contract), (x_batch, k_batch) = jax.tree.map(
+      int, dimension_numbers
+  )
+  target = kernel.target
+  n_out = len(target.outputs)
+  n_in = len(target.inputs)
+  n_batch = kernel.ndim - n_in - n_out
+  fits = tuple(k_batch) == tuple(range(n_batch))
+  fits &= tuple(k_contract) == tuple(range(n_batch, n_batch + n_in))
+  if not fits:
+    raise ValueError(
+        f"target {target.path!r} is contracted over kernel axes"
+        f" {tuple(k_contract)} with batch axes {tuple(k_batch)}, but targets"
+        f" took it as {n_batch} batch, {n_in} input and {n_out} output axes;"
+        " give its layout: sketch(targets={pattern: 'bio'})"
+    )
+  return (
+      (tuple(x_contract), tuple(k_contract)),
+      (tuple(x_batch), tuple(k_batch)),
+  )
+
+
+def dot_general(
+    x: jax.Array,
+    kernel: Any,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **kwargs: Any,
+) -> jax.Array:
+  """`jax.lax.dot_general` that also takes a LoGRA target as its kernel.
+
+  Forward it is the plain product. Backward, a target's gradient is its sketch
+  `S = (X Aᵀ)ᵀ dY`, `[*batch, rank, d_out]` float32, instead of the dense
+  `Xᵀ dY`; what is saved for it is `X Aᵀ`, not `X`. In forward mode the tangent
+  of the output is `dX W + (X Aᵀ) D + c X W` for a proposed update
+  `Aᵀ D + c W`.
+
+  Args:
+    x: the layer's input.
+    kernel: `[*batch, *in, *out]`, an array or a target of `sketch`.
+    dimension_numbers: as in `jax.lax.dot_general`, with the kernel's batch
+      axes first and its input axes next, in order.
+    precision: as in `jax.lax.dot_general`.
+    preferred_element_type: as in `jax.lax.dot_general`.
+    **kwargs: passed on to `jax.lax.dot_general` for an ordinary kernel
+      (`out_sharding`).
+
+  Returns:
+    The product, with axes `[*batch, *free axes of x, *out]`.
+
+  Raises:
+    ValueError: the axes are not those that `targets` gave the kernel.
+  """
+  if not isinstance(kernel, SketchedKernel):
+    return lax.dot_general(
+        x,
+        kernel,
+        dimension_numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        **kwargs,
+    )
+  call = _Call(
+      target=kernel.target,
+      dimension_numbers=_check_axes(kernel, dimension_numbers),
+      precision=precision,
+      preferred=preferred_element_type,
+      dtype=kernel.dtype,
+      x_shape=x.shape,
+      x_dtype=x.dtype,
+  )
+  if kernel.forward:
+    return _perturbed_dot(
+        call, x, kernel.kernel, kernel.factor, kernel.decay, kernel.key
+    )
+  return _sketched_dot(call, x, kernel.kernel, kernel.factor, kernel.key)
+
+
+def dense(x: jax.Array, kernel: Any, *, precision: Any = None) -> jax.Array:
+  """`x @ kernel` for plain JAX code: the last axis of x, the first of kernel.
+
+  Args:
+    x: `[..., d_in]`.
+    kernel: `[d_in, *out]`, an array or a target of `sketch`.
+    precision: as in `jax.lax.dot_general`.
+
+  Returns:
+    `[..., *out]`.
+  """
+  contract = (((x.ndim - 1,), (0,)), ((), ()))
+  return dot_general(x, kernel, contract, precision=precision)

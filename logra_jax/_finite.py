@@ -1,0 +1,27 @@
+"""Guards: no step, and no state, from a number that is not finite."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Whether every float of the tree is finite, a bool scalar."""
+  leaves = [
+      jnp.all(jnp.isfinite(leaf))
+      for leaf in jax.tree.leaves(tree)
+      if jnp.issubdtype(leaf.dtype, jnp.inexact)
+  ]
+  return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
+
+
+def select(ok: jax.Array, new: Any, old: Any) -> Any:
+  """`new` where `ok`, else `old`; two trees of the same structure."""
+  return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+
+
+def zero_unless(ok: jax.Array, tree: Any) -> Any:
+  """The tree where `ok`, else zeros (never `0 · NaN`)."""
+  return jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros_like(x)), tree)

@@ -1,0 +1,180 @@
+"""`kl_budget`: an optax transformation that sizes a step by its KL."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from logra_jax import _finite
+from logra_jax import _state
+
+_EMA_WEIGHT = 0.3  # of the newest sampler-trainer gap
+
+
+class KLBudgetState(NamedTuple):
+  """State of `kl_budget`; all but `inner` are scalars.
+
+  Attributes:
+    count: int32, updates so far, skipped ones included.
+    predicted: float32, predicted KL of the proposed update, nats per token.
+    budget: float32, the budget it was held against, nats per token.
+    alpha: float32, what the update was scaled by; 0 if it was skipped.
+    skipped: int32, steps skipped so far.
+    mismatch: float32, running mean of the sampler-trainer gap, nats per token.
+    inner: state of the wrapped transformation.
+  """
+
+  count: jax.Array
+  predicted: jax.Array
+  budget: jax.Array
+  alpha: jax.Array
+  skipped: jax.Array
+  mismatch: jax.Array
+  inner: Any
+
+
+def _check_positive(name: str, value: Any) -> None:
+  if callable(value) or isinstance(value, jax.Array):
+    return
+  number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  if not (number and value > 0):
+    raise ValueError(f"{name}={value!r} must be a positive number")
+
+
+def cosine_budget(
+    init_value: float, end_value: float, steps: int
+) -> optax.Schedule:
+  """A KL budget that falls along a half cosine, then stays.
+
+  Args:
+    init_value: budget of the first update, nats per token.
+    end_value: budget from update `steps` on, nats per token.
+    steps: updates between the two.
+
+  Returns:
+    A schedule for `kl_budget`. The published setting is (2e-4, 2e-5, 300).
+
+  Raises:
+    ValueError: a value or the number of steps is not positive.
+  """
+  _check_positive("init_value", init_value)
+  _check_positive("end_value", end_value)
+  if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    raise ValueError(f"steps={steps!r} must be a positive int")
+  return optax.cosine_decay_schedule(
+      init_value, steps, alpha=end_value / init_value
+  )
+
+
+def _descend(update: Any) -> Any:
+  """Turns a direction that no learning rate has signed into a descent step."""
+  if not isinstance(update, _state.Update):
+    return update
+  return optax.tree.scale(jnp.where(update.scale > 0, -1.0, 1.0), update)
+
+
+def kl_budget(
+    budget: float | optax.Schedule,
+    inner: optax.GradientTransformation | None = None,
+    *,
+    alpha_max: float = 3.0,
+) -> optax.GradientTransformationExtraArgs:
+  """Rescales an update so that the policy moves by a given KL divergence.
+
+  The KL of a step grows with its square, so with the KL predicted for the
+  proposed update (`logra_jax.kl_probe`) the whole update is scaled by::
+
+    α = min(alpha_max, √(budget / predicted))
+
+  It works on any update tree: after `sketch`, after any optax chain, or around
+  one given as `inner`. The form with `inner` also protects that chain's
+  moments: its state is only replaced when the step is taken.
+
+  | case | what happens |
+  |---|---|
+  | predicted KL is 0 | α = 1 |
+  | predicted KL NaN, infinite or negative | step skipped |
+  | an update, or (with inner) a gradient, not finite | step skipped |
+  | `sketch` with no learning rate after it | its direction is negated |
+  | budget infinite | α = alpha_max |
+
+  A skipped step has zero updates and is counted in `skipped`; nothing in the
+  state takes part of it but the counters and diagnostics.
+
+  `update` takes `probe` (required), and `mismatch`: the mean log-probability
+  gap sampler minus trainer, in nats per token of completed responses. Clipped
+  at 0 it enters a running mean m (weight 0.3), and the budget becomes
+  `max(budget - m, budget / 2)`. One that is not finite leaves m as it was.
+
+  Args:
+    budget: KL per update in nats per generated token, or a schedule of it over
+      the update count.
+    inner: transformation whose updates are scaled; default none.
+    alpha_max: largest factor.
+
+  Returns:
+    An optax transformation; its state is a `KLBudgetState`.
+
+  Raises:
+    ValueError: at construction if budget or alpha_max is not positive; in
+      `update` if probe is missing.
+
+  Examples:
+    >>> import logra_jax, optax
+    >>> tx = optax.chain(optax.adamw(1e-5), logra_jax.kl_budget(1e-3))
+    >>> guarded = logra_jax.kl_budget(1e-3, optax.adamw(1e-5))
+
+  Reference: arXiv 2610.06647.
+  """
+  _check_positive("budget", budget)
+  _check_positive("alpha_max", alpha_max)
+  wrapped = optax.with_extra_args_support(inner or optax.identity())
+
+  def init_fn(params):
+    zero = jnp.zeros([], jnp.float32)
+    zero_int = jnp.zeros([], jnp.int32)
+    return KLBudgetState(
+        zero_int, zero, zero, zero, zero_int, zero, wrapped.init(params)
+    )
+
+  def update_fn(
+      updates, state, params=None, *, probe=None, mismatch=0.0, **extra_args
+  ):
+    if probe is None:
+      raise ValueError(
+          "probe=None, but kl_budget needs a prediction; call"
+          " tx.update(grads, opt_state, params, probe=logra_jax.kl_probe(...))"
+      )
+    ok = _finite.all_finite(updates)
+    proposed, new_inner = wrapped.update(
+        updates, state.inner, params, probe=probe, **extra_args
+    )
+    proposed = jax.tree.map(_descend, proposed, is_leaf=_state.is_update)
+    predicted = jnp.asarray(probe(proposed), jnp.float32)
+    ok &= _finite.all_finite(proposed) & _finite.all_finite(new_inner)
+    ok &= jnp.isfinite(predicted) & (predicted >= 0)
+    gap = jnp.maximum(jnp.asarray(mismatch, jnp.float32), 0.0)
+    ema = (1 - _EMA_WEIGHT) * state.mismatch + _EMA_WEIGHT * gap
+    ema = jnp.where(jnp.isfinite(ema), ema, state.mismatch)
+    limit = budget(state.count) if callable(budget) else budget
+    limit = jnp.asarray(limit, jnp.float32)
+    limit = jnp.maximum(limit - ema, 0.5 * limit)
+    alpha = jnp.sqrt(limit / jnp.where(predicted > 0, predicted, 1.0))
+    alpha = jnp.minimum(alpha, alpha_max)
+    alpha = jnp.where(predicted > 0, alpha, 1.0)
+    alpha = jnp.where(ok, alpha, 0.0)
+    scaled = optax.tree.scale(alpha, _finite.zero_unless(ok, proposed))
+    return scaled, KLBudgetState(
+        count=optax.safe_increment(state.count),
+        predicted=predicted,
+        budget=limit,
+        alpha=alpha,
+        skipped=jnp.where(
+            ok, state.skipped, optax.safe_increment(state.skipped)
+        ),
+        mismatch=ema,
+        inner=_finite.select(ok, new_inner, state.inner),
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,228 @@
+"""Predicted and realised KL of an update, from the policy's own logits."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from logra_jax import _state
+
+ApplyFn = Callable[[Any, Any], jax.Array]
+
+
+def _identity_head(params: Any, hidden: jax.Array) -> jax.Array:
+  del params
+  return hidden
+
+
+def _chunked_mean(
+    token_fn: Callable[..., jax.Array],
+    mask: jax.Array,
+    chunk_size: int,
+    *per_token: jax.Array,
+) -> jax.Array:
+  """Mean of `token_fn` over masked tokens, a chunk of tokens at a time.
+
+  Args:
+    token_fn: maps chunks `[chunk, ...]` of per_token to `[chunk]`.
+    mask: `[..., T]` bool.
+    chunk_size: tokens evaluated together.
+    *per_token: `[..., T, D]` arrays.
+
+  Returns:
+    float32 scalar; NaN if the mask is empty.
+  """
+  mask = mask.reshape(-1).astype(bool)
+  n = mask.shape[0]
+  chunk = min(chunk_size, n)
+  pad = -n % chunk
+
+  def chunks(x: jax.Array) -> jax.Array:
+    x = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(-1, chunk, *x.shape[1:])
+
+  def body(total, xs):
+    keep, *rest = xs
+    # where, not a product: what stands at masked tokens may be anything.
+    return total + jnp.sum(jnp.where(keep, token_fn(*rest), 0.0)), None
+
+  xs = [chunks(mask)]
+  xs += [chunks(x.reshape(n, x.shape[-1])) for x in per_token]
+  total, _ = lax.scan(body, jnp.zeros([], jnp.float32), tuple(xs))
+  return total / jnp.sum(mask)
+
+
+def quadratic_kl(
+    logits: jax.Array, tangent: jax.Array, temperature: float = 1.0
+) -> jax.Array:
+  """Second-order KL of the policy along a tangent of its logits.
+
+  `KL(p ‖ p') ≈ ½ Σ_v p_v (δz_v/τ - Σ_u p_u δz_u/τ)²`, p = softmax(z/τ): half
+  the variance of the logits' change under the policy.
+
+  Args:
+    logits: `[..., V]`.
+    tangent: `[..., V]`, the change of the logits.
+    temperature: τ, positive.
+
+  Returns:
+    `[...]` float32, nats per token.
+  """
+  p = jax.nn.softmax(logits.astype(jnp.float32) / temperature)
+  change = tangent.astype(jnp.float32) / temperature
+  change -= jnp.sum(p * change, axis=-1, keepdims=True)
+  return 0.5 * jnp.sum(p * jnp.square(change), axis=-1)
+
+
+def exact_kl(
+    logits: jax.Array, new_logits: jax.Array, temperature: float = 1.0
+) -> jax.Array:
+  """`KL(softmax(z/τ) ‖ softmax(z'/τ))`, `[...]` float32, nats per token."""
+  log_p = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
+  log_q = jax.nn.log_softmax(new_logits.astype(jnp.float32) / temperature)
+  # Σ p (log p - log q), each term made non-negative by q - p (they sum to 0):
+  # a small KL is then no difference of large numbers.
+  gap = log_q - log_p
+  return jnp.sum(jnp.exp(log_p) * (jnp.expm1(gap) - gap), axis=-1)
+
+
+@struct.dataclass
+class KLProbe:
+  """Predicts the KL of an update; made by `kl_probe`, called by `kl_budget`.
+
+  A pytree of arrays (and static functions), so that it may be passed in and
+  out of `jit`.
+  """
+
+  params: Any
+  opt_state: Any
+  batch: Any
+  logits_fn: ApplyFn = struct.field(pytree_node=False)
+  head_fn: ApplyFn = struct.field(pytree_node=False)
+  temperature: float = struct.field(pytree_node=False)
+  chunk_size: int = struct.field(pytree_node=False)
+
+  def __call__(self, updates: Any) -> jax.Array:
+    """Predicted KL of adding `updates` to the parameters.
+
+    Args:
+      updates: a tree as `tx.update` returns it: `Update`, array, or None.
+
+    Returns:
+      float32 scalar, nats per generated token; NaN if there is none.
+    """
+    view = _state.View(self.params, self.opt_state, forward=True)
+    primals, tangents = view.perturbation(updates)
+    hidden_fn = lambda free: self.logits_fn(view.tree(free), self.batch)
+    hidden, hidden_dot = jax.jvp(hidden_fn, (primals,), (tangents,))
+
+    def token_kl(h, h_dot):
+      head_fn = lambda free, h: self.head_fn(view.tree(free), h)
+      return quadratic_kl(
+          *jax.jvp(head_fn, (primals, h), (tangents, h_dot)), self.temperature
+      )
+
+    mask = self.batch["completion_mask"]
+    return _chunked_mean(token_kl, mask, self.chunk_size, hidden, hidden_dot)
+
+
+def _check(batch: Any, temperature: float, chunk_size: int) -> None:
+  if not hasattr(batch, "keys") or "completion_mask" not in batch.keys():
+    raise ValueError(
+        "probe_batch must be a mapping with 'completion_mask', True where the"
+        " logits predict a generated token"
+    )
+  if not temperature > 0:
+    raise ValueError(
+        f"temperature={temperature!r} must be positive; the policy sampled at"
+        " temperature 0 has no KL"
+    )
+  if chunk_size < 1:
+    raise ValueError(f"chunk_size={chunk_size!r} must be at least 1 token")
+  mask = batch["completion_mask"]
+  if not isinstance(mask, jax.core.Tracer) and not np.any(mask):
+    raise ValueError(
+        f"completion_mask {jnp.shape(mask)} has no generated token; a probe"
+        " needs at least one response"
+    )
+
+
+def kl_probe(
+    logits_fn: ApplyFn,
+    params: Any,
+    opt_state: Any,
+    batch: Any,
+    *,
+    head_fn: ApplyFn | None = None,
+    temperature: float = 1.0,
+    chunk_size: int = 256,
+) -> KLProbe:
+  """A predictor of how far an update moves the policy, for `kl_budget`.
+
+  One forward-mode pass along the whole update gives the change of the logits
+  `δz = J Δθ`; the predicted KL is half its variance under the policy, averaged
+  over generated tokens (see `quadratic_kl`). Target layers get their tangent
+  from the thin factor: no dense update is formed. The head and the quadratic
+  form are evaluated for `chunk_size` tokens at a time.
+
+  Args:
+    logits_fn: `logits_fn(params, batch)`, the policy's logits `[..., T, V]`,
+      or, with head_fn, the head's input `[..., T, D]`.
+    params: the parameters before the update.
+    opt_state: the optimizer state before the update.
+    batch: a mapping with what logits_fn needs and 'completion_mask'
+      `[..., T]`: True where the logits predict a generated token, so False on
+      padding and on all but the last token of the prompt.
+    head_fn: `head_fn(params, hidden)` maps `[chunk, D]` to logits
+      `[chunk, V]`. Without it all logits of the batch are alive at once.
+    temperature: τ at which the policy samples.
+    chunk_size: tokens whose logits are alive at once.
+
+  Returns:
+    A callable pytree to pass to `tx.update(..., probe=probe)`.
+
+  Raises:
+    ValueError: no completion_mask, one without a generated token (where its
+      values are known; under `jit` the prediction is NaN and the step is
+      skipped), temperature or chunk_size not positive.
+
+  Reference: arXiv 2610.06647, the predicted KL.
+  """
+  _check(batch, temperature, chunk_size)
+  return KLProbe(
+      params=params,
+      opt_state=opt_state,
+      batch=batch,
+      logits_fn=logits_fn,
+      head_fn=head_fn or _identity_head,
+      temperature=temperature,
+      chunk_size=chunk_size,
+  )
+
+
+def realised_kl(probe: KLProbe, new_params: Any) -> jax.Array:
+  """Exact KL from the probe's policy to that of `new_params`.
+
+  Args:
+    probe: made before the update, by `kl_probe`.
+    new_params: the parameters after it.
+
+  Returns:
+    `KL(old ‖ new)`, float32 scalar, nats per generated token of the probe.
+  """
+  old = probe.logits_fn(probe.params, probe.batch)
+  new = probe.logits_fn(new_params, probe.batch)
+
+  def token_kl(h, new_h):
+    return exact_kl(
+        probe.head_fn(probe.params, h),
+        probe.head_fn(new_params, new_h),
+        probe.temperature,
+    )
+
+  mask = probe.batch["completion_mask"]
+  return _chunked_mean(token_kl, mask, probe.chunk_size, old, new)

@@ -1,0 +1,197 @@
+"""The optimizer state of `sketch`, and what the other calls read from it."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from logra_jax import _paths
+from logra_jax._dense import SketchedKernel
+from logra_jax._targets import Target
+
+
+@struct.dataclass
+class Update:
+  """The update of one parameter, as `sketch` emits it.
+
+  A pytree of two arrays, so that whatever scales updates scales all of it: for
+  a target `ΔW = Aᵀ · value + weight_decay · scale · W`, and `value` itself for
+  a densely trained parameter.
+
+  Attributes:
+    value: `[*batch, rank, d_out]` float32 for a target (the factor), else of
+      the parameter's shape.
+    scale: float32 scalar, 1 as emitted: the product of all that has scaled the
+      update since. It makes weight decay decoupled (`learning rate · decay`),
+      and its sign tells whether a learning rate has turned the direction into
+      a descent step.
+  """
+
+  value: jax.Array
+  scale: jax.Array
+
+
+def is_update(x: Any) -> bool:
+  """Leaf predicate of update trees: `Update`, or None where frozen."""
+  return x is None or isinstance(x, Update)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What `sketch.init` decided; static.
+
+  Attributes:
+    targets: the sketched kernels, in the tree's order.
+    dense: paths trained by the nested optimizer.
+    frozen: paths that are not trained.
+    refresh: whether every update has its own basis.
+    factor_dtype: name of the dtype factors are rounded to before the merge.
+  """
+
+  targets: tuple[Target, ...]
+  dense: tuple[str, ...]
+  frozen: tuple[str, ...]
+  refresh: bool
+  factor_dtype: str
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+  """A plan as a pytree without leaves, so that states hold arrays only."""
+
+  plan: Plan
+
+
+class SketchState(NamedTuple):
+  """State of `sketch`. Its leaves are arrays, none of a kernel's shape.
+
+  Attributes:
+    count: int32 scalar, updates so far; the basis is a function of it.
+    seed: uint32 scalar.
+    weight_decay: float32 scalar.
+    skipped: int32 scalar, steps skipped for a gradient that was not finite.
+    inner: state of the transformation of the thin arrays.
+    others: state of the nested optimizer.
+    static: what is fixed at `init`; has no leaves.
+  """
+
+  count: jax.Array
+  seed: jax.Array
+  weight_decay: jax.Array
+  skipped: jax.Array
+  inner: Any
+  others: Any
+  static: Static
+
+  @property
+  def plan(self) -> Plan:
+    return self.static.plan
+
+  def keys(self, count: jax.Array) -> dict[str, jax.Array]:
+    """Key data of every target's basis at an update count, by path."""
+    count = count if self.plan.refresh else jnp.zeros_like(count)
+    return {t.path: t.key(self.seed, count) for t in self.plan.targets}
+
+
+def find_states(opt_state: Any, kind: type) -> list[Any]:
+  """All states of a kind, wherever wrappers and chains have put them."""
+  is_kind = lambda x: isinstance(x, kind)
+  return [s for s in jax.tree.leaves(opt_state, is_leaf=is_kind) if is_kind(s)]
+
+
+class View:
+  """A parameter tree split into what is differentiated and what is not.
+
+  `free` holds, by path, what the loss or the probe is differentiated by: a
+  `(factor, decay)` pair of zeros for a target, the parameter itself where it
+  is trained densely. `tree(free)` is the tree the model gets.
+  """
+
+  def __init__(self, params: Any, opt_state: Any, *, forward: bool):
+    self._flat, self._treedef = _paths.flatten(params)
+    self._forward = forward
+    self.targets: dict[str, tuple[Target, jax.Array, SketchState]] = {}
+    frozen: set[str] = set()
+    for state in find_states(opt_state, SketchState):
+      keys = state.keys(state.count)
+      for t in state.plan.targets:
+        self.targets[t.path] = (t, keys[t.path], state)
+      frozen.update(state.plan.frozen)
+    self._check()
+    self.trained = [
+        path
+        for path, leaf in self._flat.items()
+        if path not in frozen and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+
+  def _check(self) -> None:
+    for path, (target, _, _) in self.targets.items():
+      shape = getattr(self._flat.get(path), "shape", None)
+      if shape != target.shape:
+        raise ValueError(
+            f"params has shape {shape} at {path!r} where opt_state was made"
+            f" for {target.shape}; make opt_state by tx.init(params) with the"
+            " same parameter tree"
+        )
+
+  def free(self) -> dict[str, Any]:
+    free: dict[str, Any] = {}
+    for path in self.trained:
+      if path in self.targets:
+        t = self.targets[path][0]
+        free[path] = (
+            jnp.zeros(t.thin, jnp.float32),
+            jnp.zeros(t.batch, jnp.float32),
+        )
+      else:
+        free[path] = self._flat[path]
+    return free
+
+  def perturbation(
+      self, updates: Any
+  ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Primals and tangents, by path, of the direction `updates`."""
+    flat, _ = _paths.flatten(updates, is_leaf=is_update)
+    primals, tangents = {}, {}
+    for path, primal in self.free().items():
+      update = flat[path]
+      if update is None:
+        continue
+      if path in self.targets:
+        target, _, state = self.targets[path]
+        decay = jnp.broadcast_to(
+            state.weight_decay * update.scale, target.batch
+        )
+        tangent = (update.value, decay)
+      else:
+        value = update.value if isinstance(update, Update) else update
+        tangent = value.astype(primal.dtype)
+      primals[path], tangents[path] = primal, tangent
+    return primals, tangents
+
+  def tree(self, free: dict[str, Any]) -> Any:
+    """The parameter tree for the model, with `free` put in."""
+    leaves = []
+    for path, leaf in self._flat.items():
+      if path not in free:
+        leaves.append(leaf)
+      elif path in self.targets:
+        target, key, _ = self.targets[path]
+        factor, decay = free[path]
+        leaves.append(
+            SketchedKernel(
+                leaf, factor, decay, key, target, forward=self._forward
+            )
+        )
+      else:
+        leaves.append(free[path])
+    return jax.tree.unflatten(self._treedef, leaves)
+
+  def like_params(self, by_path: dict[str, Any]) -> Any:
+    """A tree of the parameters' structure; None where a path is missing."""
+    return jax.tree.unflatten(
+        self._treedef, [by_path.get(path) for path in self._flat]
+    )
