@@ -9,11 +9,11 @@ H features per head, V vocabulary.
 import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
-import jax
 from jax.typing import DTypeLike
-import jax.numpy as jnp
 
 try:
   from logra_jax import linen as lnn
@@ -281,7 +281,9 @@ class Layer(nn.Module):
     config = self.config
     x, cache = carry
     batch, queries, _ = x.shape
-    heads = lambda y, n: y.reshape(batch, queries, n, config.head_dim)
+
+    def heads(y, n):
+      return y.reshape(batch, queries, n, config.head_dim)
 
     y = self._norm("attn_norm")(x)
     bias, width = config.qkv_bias, config.n_kv_heads * config.head_dim
@@ -306,13 +308,18 @@ class Layer(nn.Module):
 
 def _update(cache, layer, index, k, v):
   """Writes k, v `[B, S, K, H]`; returns the cache and the layer's k, v."""
-  start = (layer, 0, index, 0, 0)
-  write = lambda old, new: jax.lax.dynamic_update_slice(
-      old, new[None].astype(old.dtype), start
-  )
+
+  def write(old, new):
+    start = (layer, 0, index, 0, 0)
+    new = new[None].astype(old.dtype)
+    return jax.lax.dynamic_update_slice(old, new, start)
+
+  def read(stacked, dtype):
+    one = jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
+    return one.astype(dtype)
+
   cache = Cache(k=write(cache.k, k), v=write(cache.v, v))
-  read = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
-  return cache, read(cache.k).astype(k.dtype), read(cache.v).astype(v.dtype)
+  return cache, read(cache.k, k.dtype), read(cache.v, v.dtype)
 
 
 class Decoder(nn.Module):

@@ -1,0 +1,311 @@
+"""Text to token ids and back, and the chat template.
+
+Byte-level BPE by the `tokenizers` package, from a Hugging Face directory or
+from the metadata of a GGUF file.
+"""
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.extras import require
+
+tokenizers = require("tokenizers", "train")
+jinja2 = require("jinja2", "train")
+jinja2_ext = require("jinja2.ext", "train")
+sandbox = require("jinja2.sandbox", "train")
+
+# Tokens that end a turn or a text wherever they exist in a vocabulary.
+_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
+
+# How GGUF's `tokenizer.ggml.pre` splits text before the merges.
+_DIGITS_1 = r"\p{N}"
+_DIGITS_3 = r"\p{N}{1,3}"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer:
+  """A tokenizer with its chat template and the ids that end a turn.
+
+  Attributes:
+    eos_ids: every id that ends a turn; the model's own first.
+    pad_id: id to fill padding with; it may also be one of `eos_ids`.
+    vocab_size: number of ids, added tokens included. The model's embedding
+      may have more rows.
+    settings: the content of `tokenizer_config.json`, chat template included.
+  """
+
+  def __init__(
+      self,
+      backend: Any,
+      settings: Mapping[str, Any],
+      extra_eos_ids: Sequence[int] = (),
+  ):
+    """Wraps a backend.
+
+    Args:
+      backend: a `tokenizers.Tokenizer`.
+      settings: `eos_token`, and where they exist `bos_token`, `unk_token`,
+        `pad_token` and `chat_template`, as in `tokenizer_config.json`.
+      extra_eos_ids: ids that end a turn beside `eos_token`'s.
+
+    Raises:
+      ValueError: if `eos_token` is missing or not in the vocabulary.
+    """
+    self._backend = backend
+    self.settings = dict(settings)
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    self._tokens = {name: _content(settings, name) for name in names}
+    if self._tokens["eos_token"] is None:
+      raise ValueError("eos_token is missing: rollouts would never end")
+    eos = self._known("eos_token")
+    ids = [eos, *extra_eos_ids, *map(backend.token_to_id, _ENDS)]
+    self.eos_ids: tuple[int, ...] = tuple(
+        dict.fromkeys(i for i in ids if i is not None)
+    )
+    has_pad = self._tokens["pad_token"] is not None
+    self.pad_id: int = self._known("pad_token") if has_pad else eos
+    self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+    template = settings["chat_template"] if "chat_template" in settings else ""
+    self._template = _compile(template) if template else None
+
+  def _known(self, name):
+    """The id of a named token, which must have one."""
+    token = self._tokens[name]
+    index = self._backend.token_to_id(token)
+    if index is None:
+      raise ValueError(f"{name} {token!r} is not in the vocabulary")
+    return index
+
+  def encode(self, text: str, add_special: bool = False) -> list[int]:
+    """Token ids of a text.
+
+    Args:
+      text: special tokens written in it become their ids, as a chat
+        template's output needs.
+      add_special: whether to add what the model's own tokenizer puts around
+        a bare text, such as a begin token. Leave it off for chats.
+
+    Returns:
+      The ids.
+    """
+    return self._backend.encode(text, add_special_tokens=add_special).ids
+
+  def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    """The text of token ids, with or without special tokens."""
+    ids = [int(i) for i in ids]
+    return self._backend.decode(ids, skip_special_tokens=skip_special)
+
+  def apply_chat(
+      self, messages: Sequence[Message], add_generation_prompt: bool = True
+  ) -> str:
+    """Renders a conversation with the model's chat template.
+
+    Args:
+      messages: dicts with `role` and `content`, oldest first.
+      add_generation_prompt: whether to open the assistant's turn.
+
+    Returns:
+      The text to encode.
+
+    Raises:
+      ValueError: if the model has no chat template, or it refuses the
+        messages.
+    """
+    if self._template is None:
+      raise ValueError(
+          "this tokenizer has no chat template: give prompts as text, or add "
+          "chat_template.jinja to the model directory"
+      )
+    tokens = {k: v for k, v in self._tokens.items() if v is not None}
+    try:
+      return self._template.render(
+          messages=messages,
+          add_generation_prompt=add_generation_prompt,
+          tools=None,
+          documents=None,
+          **tokens,
+      )
+    except jinja2.TemplateError as error:
+      raise ValueError(
+          f"the chat template refuses these messages: {error}"
+      ) from error
+
+  def save(self, directory: str | pathlib.Path) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json`."""
+    directory = pathlib.Path(directory)
+    self._backend.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings}
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    (directory / "tokenizer_config.json").write_text(text + "\n", "utf-8")
+
+
+def from_directory(
+    directory: str | pathlib.Path, extra_eos_ids: Sequence[int] = ()
+) -> Tokenizer:
+  """Reads the tokenizer of a Hugging Face directory.
+
+  Args:
+    directory: with `tokenizer.json`, `tokenizer_config.json` and, unless the
+      latter holds it, `chat_template.jinja`.
+    extra_eos_ids: ids that the model's own configuration ends a turn with.
+
+  Returns:
+    The tokenizer.
+
+  Raises:
+    ValueError: if a file is missing or cannot be read.
+  """
+  directory = pathlib.Path(directory)
+  backend_file = directory / "tokenizer.json"
+  settings_file = directory / "tokenizer_config.json"
+  for file in (backend_file, settings_file):
+    if not file.is_file():
+      raise ValueError(f"{directory} has no {file.name}")
+  try:
+    backend = tokenizers.Tokenizer.from_file(str(backend_file))
+  except Exception as error:  # The package raises nothing narrower.
+    raise ValueError(f"{backend_file} cannot be read: {error}") from error
+  # Both would silently change what a prompt or a completion is.
+  backend.no_padding()
+  backend.no_truncation()
+  settings = json.loads(settings_file.read_text("utf-8"))
+  template = directory / "chat_template.jinja"
+  if template.is_file():
+    settings["chat_template"] = template.read_text("utf-8")
+  if "chat_template" in settings and isinstance(
+      settings["chat_template"], list
+  ):
+    named = {t["name"]: t["template"] for t in settings["chat_template"]}
+    settings["chat_template"] = named["default"] if "default" in named else ""
+  return Tokenizer(backend, settings, extra_eos_ids)
+
+
+def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+  """Builds the tokenizer that a GGUF file describes.
+
+  Args:
+    metadata: the file's keys and values; those under `tokenizer.` are used.
+
+  Returns:
+    The tokenizer.
+
+  Raises:
+    ValueError: if the file's tokenizer is not one of the known byte-level
+      BPE kinds.
+  """
+  prefix = "tokenizer.ggml."
+  model, pre = metadata[prefix + "model"], metadata[prefix + "pre"]
+  if model != "gpt2":
+    raise ValueError(
+        f"tokenizer model {model!r} in the GGUF file is not byte-level BPE "
+        "('gpt2'): use the model's Hugging Face directory"
+    )
+  names = metadata[prefix + "tokens"]
+  vocab = {name: i for i, name in enumerate(names)}
+  merges = [tuple(m.split(" ", 1)) for m in metadata[prefix + "merges"]]
+  normalizer, splitter, ignore_merges = _splitter(pre)
+  backend = tokenizers.Tokenizer(
+      tokenizers.models.BPE(vocab, merges, ignore_merges=ignore_merges)
+  )
+  if normalizer is not None:
+    backend.normalizer = normalizer
+  backend.pre_tokenizer = splitter
+  backend.decoder = tokenizers.decoders.ByteLevel()
+  _add_tokens(backend, names, metadata[prefix + "token_type"])
+
+  settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+  for key, name in _GGUF_TOKENS.items():
+    if prefix + key in metadata:
+      settings[name] = names[metadata[prefix + key]]
+  if "tokenizer.chat_template" in metadata:
+    settings["chat_template"] = metadata["tokenizer.chat_template"]
+  ends = [prefix + "eot_token_id", prefix + "eom_token_id"]
+  extra_eos_ids = [int(metadata[key]) for key in ends if key in metadata]
+  return Tokenizer(backend, settings, extra_eos_ids)
+
+
+_GGUF_TOKENS = {
+    "bos_token_id": "bos_token",
+    "eos_token_id": "eos_token",
+    "unknown_token_id": "unk_token",
+    "padding_token_id": "pad_token",
+}
+
+
+def _splitter(pre):
+  """Normalizer, pre-tokenizer and whether whole words skip the merges."""
+  split = tokenizers.pre_tokenizers
+  if pre == "smollm":
+    steps = [split.Digits(individual_digits=True)]
+    steps.append(split.ByteLevel(add_prefix_space=False))
+    return None, split.Sequence(steps), False
+  digits = {"qwen2": _DIGITS_1, "llama-bpe": _DIGITS_3}
+  if pre not in digits:
+    raise ValueError(
+        f"tokenizer kind {pre!r} in the GGUF file is unknown (known: smollm, "
+        f"{', '.join(digits)}): use the model's Hugging Face directory"
+    )
+  pattern = tokenizers.Regex(_WORDS.replace("DIGITS", digits[pre]))
+  steps = [split.Split(pattern, "isolated")]
+  steps.append(split.ByteLevel(add_prefix_space=False, use_regex=False))
+  nfc = tokenizers.normalizers.NFC() if pre == "qwen2" else None
+  return nfc, split.Sequence(steps), pre == "llama-bpe"
+
+
+def _add_tokens(backend, names, types):
+  """Declares control (3) and user-defined (4) tokens, so they never split."""
+  control = [n for n, t in zip(names, types, strict=True) if t == 3]
+  defined = [n for n, t in zip(names, types, strict=True) if t == 4]
+  token = tokenizers.AddedToken
+  backend.add_special_tokens(
+      [token(name, special=True, normalized=False) for name in control]
+  )
+  backend.add_tokens([token(name, normalized=False) for name in defined])
+
+
+def _content(settings, name):
+  """A named token's text, from its short or its long JSON form, or None."""
+  token = settings[name] if name in settings else None
+  return token["content"] if isinstance(token, Mapping) else token
+
+
+def _compile(template):
+  """A chat template with what such templates may use, and nothing more.
+
+  The current date is left out: prompts must not change from run to run.
+  """
+
+  class Generation(jinja2_ext.Extension):
+    """`{% generation %}` marks the assistant's words; it renders as is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser):
+      next(parser.stream)
+      ends = ["name:endgeneration"]
+      return parser.parse_statements(ends, drop_needle=True)
+
+  def refuse(message):
+    raise jinja2.TemplateError(message)
+
+  def tojson(value, indent=None):
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+  env = sandbox.ImmutableSandboxedEnvironment(
+      trim_blocks=True,
+      lstrip_blocks=True,
+      extensions=[jinja2_ext.loopcontrols, Generation],
+  )
+  env.filters["tojson"] = tojson
+  env.globals["raise_exception"] = refuse
+  try:
+    return env.from_string(template)
+  except jinja2.TemplateError as error:
+    raise ValueError(f"chat_template cannot be read: {error}") from error
