@@ -144,7 +144,7 @@ def _check(batch: Any, temperature: float, chunk_size: int) -> None:
   if chunk_size < 1:
     raise ValueError(f"chunk_size={chunk_size!r} must be at least 1 token")
   mask = batch["completion_mask"]
-  if not isinstance(mask, jax.core.Tracer) and not np.any(mask):
+  if not isinstance(mask, jax.core.Tracer) and not np.asarray(mask).any():
     raise ValueError(
         f"completion_mask {jnp.shape(mask)} has no generated token; a probe"
         " needs at least one response"
