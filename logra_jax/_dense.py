@@ -6,16 +6,14 @@ key of its basis. `dot_general` is the one operation that consumes it; with an
 ordinary array it is `jax.lax.dot_general`, so the same model runs inference.
 """
 
-from collections.abc import Sequence
 import dataclasses
 import functools
-import math
+from collections.abc import Sequence
 from typing import Any
 
-from flax import struct
 import jax
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
 
 from logra_jax import _basis
 from logra_jax._targets import Target
@@ -25,7 +23,11 @@ DimensionNumbers = tuple[
 ]
 
 
-@struct.dataclass
+_STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class SketchedKernel:
   """A target kernel as the model sees it while it is differentiated.
 
@@ -48,9 +50,9 @@ class SketchedKernel:
   factor: jax.Array
   decay: jax.Array
   key: jax.Array
-  target: Target = struct.field(pytree_node=False)
-  forward: bool = struct.field(pytree_node=False, default=False)
-  dtype: Any = struct.field(pytree_node=False, default=None)
+  target: Target = dataclasses.field(metadata=_STATIC)
+  forward: bool = dataclasses.field(default=False, metadata=_STATIC)
+  dtype: Any = dataclasses.field(default=None, metadata=_STATIC)
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -111,9 +113,7 @@ class _Call:
   def project(self, x: jax.Array, key: jax.Array) -> jax.Array:
     """`X Aᵀ [*batch, N, rank]`."""
     target = self.target
-    return _basis.project(
-        self.rows(x), key, target.rank, target.distribution
-    )
+    return _basis.project(self.rows(x), key, target.rank, target.distribution)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -161,7 +161,9 @@ def _perturbed_dot_jvp(call, primals, tangents):
       factor_dot.astype(call.x_dtype),
       preferred_element_type=jnp.float32,
   )
-  decay_dot = decay_dot.reshape(decay_dot.shape + (1,) * (y.ndim - decay_dot.ndim))
+  decay_dot = decay_dot.reshape(
+      decay_dot.shape + (1,) * (y.ndim - decay_dot.ndim)
+  )
   y_dot = y_dot.reshape(y.shape) + decay_dot * y
   return y, call.dot(x_dot, kernel) + y_dot.astype(y.dtype)
 

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 from jax.tree_util import tree_flatten_with_path
 
-from logra_jax import _paths
-from logra_jax import _state
+from logra_jax import _paths, _state
 
 
 def _check_foreign_states(opt_state: Any, view: _state.View) -> None:

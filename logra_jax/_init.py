@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from logra_jax import _paths
-from logra_jax import _state
+from logra_jax import _paths, _state
 
 
 def _has_sketch(state: Any) -> bool:
@@ -67,21 +66,16 @@ def init(tx: optax.GradientTransformation, params: Any) -> Any:
   `sketch(inner=...)` it equals `tx.init(params)`.
 
   Args:
-    tx: a transformation, or anything with `init`, with `sketch` in it.
+    tx: a transformation, or anything with `init`.
     params: the parameter tree.
 
   Returns:
     The optimizer state; no dense array for a target is ever allocated.
-
-  Raises:
-    ValueError: tx has no `sketch`.
   """
 
   def make(params):
     state = tx.init(params)
     plans = [s.plan for s in _state.find_states(state, _state.SketchState)]
-    if not plans:
-      raise ValueError("tx has no logra_jax.sketch; use tx.init(params)")
     return _thin(state, plans)
 
   return jax.jit(make)(params)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from logra_jax import _finite
-from logra_jax import _state
+from logra_jax import _finite, _state
 
 _EMA_WEIGHT = 0.3  # of the newest sampler-trainer gap
 

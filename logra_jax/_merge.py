@@ -1,14 +1,13 @@
 """`apply_updates`: merges thin and dense updates into the weights."""
 
-from typing import Any
 import zlib
+from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
 
-from logra_jax import _paths
-from logra_jax import _state
+from logra_jax import _paths, _state
 from logra_jax._targets import Target
 
 
@@ -75,8 +74,9 @@ def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
   `factor_dtype` (see `sketch`), the sum is made in float32 and cast to the
   parameter's dtype. A bfloat16 parameter is rounded stochastically, without
   bias: rounded to nearest, steps smaller than half a unit in the last place
-  would all be lost. The rounding is a function of (seed, update count, path); a chain whose state has
-  no count repeats its noise every step: put `sketch` or `kl_budget` in it.
+  would all be lost. The rounding is a function of (seed, update count, path);
+  a chain without any count repeats its noise, so have `sketch` or `kl_budget`
+  in it.
 
   Args:
     params: the parameter tree, in any float dtypes.
@@ -91,8 +91,8 @@ def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
   targets: dict[str, Any] = {}
   for state in _state.find_states(opt_state, _state.SketchState):
     last = state.count - 1  # `update` has counted the step being merged
-    for target, key in zip(state.plan.targets, state.keys(last).values()):
-      targets[target.path] = (target, key, state)
+    keys = state.keys(last)
+    targets |= {t.path: (t, keys[t.path], state) for t in state.plan.targets}
   rounding = _rounding_key(opt_state)
   merged = []
   for path, leaf in flat.items():

@@ -1,13 +1,13 @@
 """Predicted and realised KL of an update, from the policy's own logits."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from flax import struct
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from logra_jax import _state
 
@@ -90,7 +90,8 @@ def exact_kl(
   return jnp.sum(jnp.exp(log_p) * (jnp.expm1(gap) - gap), axis=-1)
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class KLProbe:
   """Predicts the KL of an update; made by `kl_probe`, called by `kl_budget`.
 
@@ -101,10 +102,10 @@ class KLProbe:
   params: Any
   opt_state: Any
   batch: Any
-  logits_fn: ApplyFn = struct.field(pytree_node=False)
-  head_fn: ApplyFn = struct.field(pytree_node=False)
-  temperature: float = struct.field(pytree_node=False)
-  chunk_size: int = struct.field(pytree_node=False)
+  logits_fn: ApplyFn = dataclasses.field(metadata={"static": True})
+  head_fn: ApplyFn = dataclasses.field(metadata={"static": True})
+  temperature: float = dataclasses.field(metadata={"static": True})
+  chunk_size: int = dataclasses.field(metadata={"static": True})
 
   def __call__(self, updates: Any) -> jax.Array:
     """Predicted KL of adding `updates` to the parameters.

@@ -1,23 +1,18 @@
 """`sketch`: the optax transformation that turns sketches into thin updates."""
 
-from collections.abc import Mapping
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from logra_jax import _basis
-from logra_jax import _finite
-from logra_jax import _paths
-from logra_jax import _state
-from logra_jax import _targets
+from logra_jax import _basis, _finite, _paths, _state, _targets
 from logra_jax._row_adam import scale_by_row_adam
 
 Others = (
-    None
-    | optax.GradientTransformation
+    optax.GradientTransformation
     | Mapping[str, optax.GradientTransformation | None]
 )
 
@@ -171,11 +166,9 @@ class _Sketch:
     _check_gradients(sketches, dense, plan)
     ok = _finite.all_finite((sketches, dense))
     sketches, dense = _finite.zero_unless(ok, (sketches, dense))
+    keys = state.keys(state.count)
     bases = functools.cache(
-        lambda: {
-            t.path: t.basis(key)
-            for t, key in zip(plan.targets, state.keys(state.count).values())
-        }
+        lambda: {t.path: t.basis(keys[t.path]) for t in plan.targets}
     )
     if self._clip_norm is not None:
       norm = jnp.sqrt(
@@ -183,9 +176,7 @@ class _Sketch:
       )
       factor = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-30))
       sketches, dense = optax.tree.scale(factor, (sketches, dense))
-    thin, inner = self._inner.update(
-        sketches, state.inner, None, **extra_args
-    )
+    thin, inner = self._inner.update(sketches, state.inner, None, **extra_args)
     flat_params = {} if params is None else _paths.flatten(params)[0]
     if self._update_ratio is not None:
       thin = self._at_ratio(thin, bases(), flat_params, plan)
@@ -259,7 +250,7 @@ def sketch(
     rank: _targets.Rank = 256,
     *,
     targets: _targets.Targets = _targets.DEFAULT_TARGETS,
-    others: Others = None,
+    others: Others | None = None,
     inner: optax.GradientTransformation | None = None,
     seed: int = 42,
     distribution: str = "rademacher",

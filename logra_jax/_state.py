@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from flax import struct
 import jax
 import jax.numpy as jnp
 
@@ -12,7 +11,8 @@ from logra_jax._dense import SketchedKernel
 from logra_jax._targets import Target
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Update:
   """The update of one parameter, as `sketch` emits it.
 
@@ -96,8 +96,8 @@ class SketchState(NamedTuple):
     return {t.path: t.key(self.seed, count) for t in self.plan.targets}
 
 
-def find_states(opt_state: Any, kind: type) -> list[Any]:
-  """All states of a kind, wherever wrappers and chains have put them."""
+def find_states(opt_state: Any, kind: type | tuple[type, ...]) -> list[Any]:
+  """All states of a kind (or several), wherever chains have put them."""
   is_kind = lambda x: isinstance(x, kind)
   return [s for s in jax.tree.leaves(opt_state, is_leaf=is_kind) if is_kind(s)]
 
@@ -150,9 +150,7 @@ class View:
         free[path] = self._flat[path]
     return free
 
-  def perturbation(
-      self, updates: Any
-  ) -> tuple[dict[str, Any], dict[str, Any]]:
+  def perturbation(self, updates: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Primals and tangents, by path, of the direction `updates`."""
     flat, _ = _paths.flatten(updates, is_leaf=is_update)
     primals, tangents = {}, {}

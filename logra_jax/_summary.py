@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from logra_jax import _paths
-from logra_jax import _state
+from logra_jax import _paths, _state
 from logra_jax._kl_budget import KLBudgetState
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -46,23 +45,25 @@ def summary(params: Any, opt_state: Any) -> str:
   dense = [p for p in flat if p not in thin and p not in frozen]
   rows = [("parameter", "shape", "trained", "bytes", "gradient")]
   for t in targets:
-    rows.append((
-        t.path,
-        str(list(t.shape)),
-        f"sketched, rank {t.rank}",
-        _bytes(_size(flat[t.path])),
-        _bytes(thin[t.path]),
-    ))
+    rows.append(
+        (
+            t.path,
+            str(list(t.shape)),
+            f"sketched, rank {t.rank}",
+            _bytes(_size(flat[t.path])),
+            _bytes(thin[t.path]),
+        )
+    )
   for kind, paths in (("densely", dense), ("frozen", frozen)):
     for path in paths:
       size = _bytes(_size(flat[path]))
       shape = str(list(flat[path].shape))
-      rows.append(
-          (path, shape, kind, size, size if kind == "densely" else "-")
-      )
+      rows.append((path, shape, kind, size, size if kind == "densely" else "-"))
   widths = [max(len(row[i]) for row in rows) for i in range(5)]
   lines = [
-      "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip()
+      "  ".join(
+          cell.ljust(w) for cell, w in zip(row, widths, strict=True)
+      ).rstrip()
       for row in rows
   ]
   total = lambda paths: _size([flat[p] for p in paths])
@@ -90,7 +91,9 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
   """
   out: dict[str, jax.Array] = {}
   skipped = jnp.zeros([], jnp.int32)
-  for state in _state.find_states(opt_state, (_state.SketchState, KLBudgetState)):
+  for state in _state.find_states(
+      opt_state, (_state.SketchState, KLBudgetState)
+  ):
     skipped += state.skipped
     if isinstance(state, KLBudgetState):
       out |= {

@@ -1,16 +1,15 @@
 """Which parameters are sketched, and what each of their axes is."""
 
-from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from logra_jax import _basis
-from logra_jax import _paths
+from logra_jax import _basis, _paths
 
 # The seven projections of a transformer layer.
 DEFAULT_TARGETS = r"(.*/)?(q|k|v|o|gate|up|down)_proj/kernel"
@@ -54,7 +53,7 @@ class Target:
   @property
   def thin(self) -> tuple[int, ...]:
     """Shape of the sketch, `[*batch, rank, d_out]`."""
-    return self.batch + (self.rank, self.d_out)
+    return (*self.batch, self.rank, self.d_out)
 
   def key(self, seed: jax.Array, count: jax.Array) -> jax.Array:
     return _basis.target_key(seed, count, self.path, self.batch)
@@ -91,7 +90,7 @@ def layouts(targets: Any) -> dict[str, str]:
   if isinstance(targets, str):
     targets = {targets: ""}
   elif not isinstance(targets, Mapping):
-    targets = {pattern: "" for pattern in targets}
+    targets = dict.fromkeys(targets, "")
   _paths.check_patterns("targets", targets)
   if not targets:
     raise ValueError("targets is empty; name at least one kernel to sketch")

@@ -1,13 +1,12 @@
 """Flax linen layers whose kernels can be targets; Flax's own otherwise."""
 
+import dataclasses
 from typing import Any
 
 from flax import linen as nn
 from flax.linen import dtypes
-import jax
 
-from logra_jax._dense import dot_general
-from logra_jax._dense import SketchedKernel
+from logra_jax._dense import SketchedKernel, dot_general
 
 
 def promote_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> list:
@@ -24,11 +23,12 @@ def promote_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> list:
   """
   arrays = [a.kernel if isinstance(a, SketchedKernel) else a for a in args]
   dtype = dtypes.canonicalize_dtype(*arrays, dtype=dtype, inexact=inexact)
-  cast = lambda a: (
-      a.replace(dtype=dtype)
-      if isinstance(a, SketchedKernel)
-      else dtypes.promote_dtype(a, dtype=dtype, inexact=inexact)[0]
-  )
+
+  def cast(a: Any) -> Any:
+    if isinstance(a, SketchedKernel):
+      return dataclasses.replace(a, dtype=dtype)
+    return dtypes.promote_dtype(a, dtype=dtype, inexact=inexact)[0]
+
   return [cast(a) for a in args]
 
 
