@@ -15,10 +15,7 @@ from flax import linen as nn
 from flax import struct
 from jax.typing import DTypeLike
 
-try:
-  from logra_jax import linen as lnn
-except ImportError:
-  lnn = nn
+from logra_jax import linen as lnn
 
 # A masked score. Finite, so that a row with nothing to attend to (padding) is
 # uniform and not NaN.

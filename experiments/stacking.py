@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from jax.typing import DTypeLike
 
 from experiments.decoder import Decoder, DecoderConfig
 
@@ -60,7 +59,10 @@ def stack(
 def unstack(
     config: DecoderConfig, params: dict
 ) -> Iterator[tuple[Path, int | None, jax.Array]]:
-  """Yields path, layer and value of each parameter, layer by layer.
+  """Yields path, layer and *stacked* value of each parameter of each layer.
+
+  The caller takes `value[layer]` when it needs it; the layer is None for a
+  parameter that does not belong to one.
 
   Args:
     config: the decoder's configuration.
@@ -80,7 +82,7 @@ def unstack(
       yield path, None, value
       continue
     for layer in range(config.n_layers):
-      yield path, layer, value[layer]
+      yield path, layer, value
 
 
 def _checked(name, value, shape):

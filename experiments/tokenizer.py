@@ -295,8 +295,9 @@ def _compile(template):
   def refuse(message):
     raise jinja2.TemplateError(message)
 
-  def tojson(value, indent=None):
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+  # Jinja's own `tojson` escapes what belongs to HTML.
+  def tojson(value, **options):
+    return json.dumps(value, **{"ensure_ascii": False, **options})
 
   env = sandbox.ImmutableSandboxedEnvironment(
       trim_blocks=True,
