@@ -17,6 +17,19 @@ def all_finite(tree: Any) -> jax.Array:
   return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
 
 
+def none_lost(new: Any, old: Any) -> jax.Array:
+  """Whether all that was finite in `old` is so in `new`, a bool scalar.
+
+  Some states hold an infinity from the start, as `reduce_on_plateau` does.
+  """
+  leaves = [
+      jnp.all(jnp.isfinite(n) | ~jnp.isfinite(o))
+      for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+      if jnp.issubdtype(n.dtype, jnp.inexact)
+  ]
+  return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
+
+
 def select(ok: jax.Array, new: Any, old: Any) -> Any:
   """`new` where `ok`, else `old`; two trees of the same structure."""
   return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)

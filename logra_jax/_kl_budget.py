@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from logra_jax import _finite, _state
@@ -34,9 +35,9 @@ class KLBudgetState(NamedTuple):
 
 
 def _check_positive(name: str, value: Any) -> None:
-  if callable(value) or isinstance(value, jax.Array):
+  if callable(value) or isinstance(value, jax.core.Tracer):
     return
-  number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  number = not isinstance(value, (bool, str)) and np.ndim(value) == 0
   if not (number and value > 0):
     raise ValueError(f"{name}={value!r} must be a positive number")
 
@@ -95,6 +96,7 @@ def kl_budget(
   | predicted KL is 0 | α = 1 |
   | predicted KL NaN, infinite or negative | step skipped |
   | an update, or (with inner) a gradient, not finite | step skipped |
+  | a scheduled budget NaN or negative | step skipped |
   | `sketch` with no learning rate after it | its direction is negated |
   | budget infinite | α = alpha_max |
 
@@ -131,10 +133,15 @@ def kl_budget(
   wrapped = optax.with_extra_args_support(inner or optax.identity())
 
   def init_fn(params):
-    zero = jnp.zeros([], jnp.float32)
-    zero_int = jnp.zeros([], jnp.int32)
+    # Each field has a buffer of its own, so that the state can be donated.
     return KLBudgetState(
-        zero_int, zero, zero, zero, zero_int, zero, wrapped.init(params)
+        count=jnp.zeros([], jnp.int32),
+        predicted=jnp.zeros([], jnp.float32),
+        budget=jnp.zeros([], jnp.float32),
+        alpha=jnp.zeros([], jnp.float32),
+        skipped=jnp.zeros([], jnp.int32),
+        mismatch=jnp.zeros([], jnp.float32),
+        inner=wrapped.init(params),
     )
 
   def update_fn(
@@ -151,13 +158,15 @@ def kl_budget(
     )
     proposed = jax.tree.map(_descend, proposed, is_leaf=_state.is_update)
     predicted = jnp.asarray(probe(proposed), jnp.float32)
-    ok &= _finite.all_finite(proposed) & _finite.all_finite(new_inner)
+    ok &= _finite.all_finite(proposed)
+    ok &= _finite.none_lost(new_inner, state.inner)
     ok &= jnp.isfinite(predicted) & (predicted >= 0)
     gap = jnp.maximum(jnp.asarray(mismatch, jnp.float32), 0.0)
     ema = (1 - _EMA_WEIGHT) * state.mismatch + _EMA_WEIGHT * gap
     ema = jnp.where(jnp.isfinite(ema), ema, state.mismatch)
     limit = budget(state.count) if callable(budget) else budget
     limit = jnp.asarray(limit, jnp.float32)
+    ok &= limit >= 0  # a schedule may go wrong as well
     limit = jnp.maximum(limit - ema, 0.5 * limit)
     alpha = jnp.sqrt(limit / jnp.where(predicted > 0, predicted, 1.0))
     alpha = jnp.minimum(alpha, alpha_max)

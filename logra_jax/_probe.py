@@ -36,6 +36,11 @@ def _chunked_mean(
   Returns:
     float32 scalar; NaN if the mask is empty.
   """
+  if mask.shape != per_token[0].shape[:-1]:
+    raise ValueError(
+        f"completion_mask {mask.shape} does not fit what logits_fn returned,"
+        f" {per_token[0].shape}; give one bool for each position of it"
+    )
   mask = mask.reshape(-1).astype(bool)
   n = mask.shape[0]
   chunk = min(chunk_size, n)
@@ -78,16 +83,42 @@ def quadratic_kl(
   return 0.5 * jnp.sum(p * jnp.square(change), axis=-1)
 
 
+def _excess(gap: jax.Array) -> jax.Array:
+  """`eᵍ - 1 - g` near 0, where the plain difference cancels."""
+  series = 1 + gap / 6
+  for n in (5, 4, 3):
+    series = 1 + gap / n * series
+  return 0.5 * jnp.square(gap) * series
+
+
 def exact_kl(
     logits: jax.Array, new_logits: jax.Array, temperature: float = 1.0
 ) -> jax.Array:
-  """`KL(softmax(z/τ) ‖ softmax(z'/τ))`, `[...]` float32, nats per token."""
-  log_p = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
-  log_q = jax.nn.log_softmax(new_logits.astype(jnp.float32) / temperature)
-  # Σ p (log p - log q), each term made non-negative by q - p (they sum to 0):
-  # a small KL is then no difference of large numbers.
-  gap = log_q - log_p
-  return jnp.sum(jnp.exp(log_p) * (jnp.expm1(gap) - gap), axis=-1)
+  """`KL(softmax(z/τ) ‖ softmax(z'/τ))`, `[...]` float32, nats per token.
+
+  Accurate for nearby policies, whose KL is far below the rounding of their
+  log-probabilities, and for distant ones; logits may be -inf.
+  """
+  z = logits.astype(jnp.float32) / temperature
+  new_z = new_logits.astype(jnp.float32) / temperature
+  log_p, log_q = jax.nn.log_softmax(z), jax.nn.log_softmax(new_z)
+  p, q = jnp.exp(log_p), jnp.exp(log_q)
+  # Nearby, log q - log p comes from the change of the logits, not from a
+  # difference of logarithms.
+  change = jnp.where((p > 0) | (q > 0), new_z - z, 0.0)
+  change -= jnp.sum(p * change, axis=-1, keepdims=True)
+  near = jnp.max(jnp.abs(change), axis=-1, keepdims=True) < 0.1
+  near_change = jnp.where(near, change, 0.0)
+  shift = jnp.sum(p * jnp.expm1(near_change), axis=-1, keepdims=True)
+  gap = jnp.where(near, near_change - jnp.log1p(shift), log_q - log_p)
+  # Σ p (log p - log q), each term made non-negative by q - p (they sum to 0).
+  small = jnp.abs(gap) < 0.2
+  terms = jnp.where(
+      small,
+      p * _excess(jnp.where(small, gap, 0.0)),
+      q - p - jnp.where(p > 0, p * gap, 0.0),
+  )
+  return jnp.sum(terms, axis=-1)
 
 
 @jax.tree_util.register_dataclass
@@ -137,13 +168,15 @@ def _check(batch: Any, temperature: float, chunk_size: int) -> None:
         "probe_batch must be a mapping with 'completion_mask', True where the"
         " logits predict a generated token"
     )
-  if not temperature > 0:
+  if not 0 < temperature < float("inf"):
     raise ValueError(
-        f"temperature={temperature!r} must be positive; the policy sampled at"
-        " temperature 0 has no KL"
+        f"temperature={temperature!r} must be positive and finite; the policy"
+        " sampled at temperature 0 has no KL"
     )
-  if chunk_size < 1:
-    raise ValueError(f"chunk_size={chunk_size!r} must be at least 1 token")
+  if not isinstance(chunk_size, int) or chunk_size < 1:
+    raise ValueError(
+        f"chunk_size={chunk_size!r} must be an int of at least 1 token"
+    )
   mask = batch["completion_mask"]
   if not isinstance(mask, jax.core.Tracer) and not np.asarray(mask).any():
     raise ValueError(
