@@ -13,46 +13,61 @@ def _has_sketch(state: Any) -> bool:
   return bool(_state.find_states(state, _state.SketchState))
 
 
-def _thin_leaves(state: Any, plans: list[_state.Plan], after: bool) -> Any:
+def _owners(params: Any, plans: list[_state.Plan]) -> dict[str, Any]:
+  """What each parameter is: its Target, 'dense', 'frozen', or '' (no plan).
+
+  Longest paths first: a state's path may end in several parameters' paths.
+  """
+  paths = _paths.flatten(params)[0]
+  owners: dict[str, Any] = {p: "" for p in sorted(paths, key=len)[::-1]}
+  for plan in plans:
+    owners |= {target.path: target for target in plan.targets}
+    owners |= dict.fromkeys(plan.dense, "dense")
+    owners |= dict.fromkeys(plan.frozen, "frozen")
+  return owners
+
+
+def _thin_leaves(state: Any, owners: dict[str, Any], after: bool) -> Any:
   """Replaces the arrays that stand for parameters by what updates have."""
-  targets = {t.path: t for plan in plans for t in plan.targets}
-  dense = {path for plan in plans for path in plan.dense}
-  frozen = {path for plan in plans for path in plan.frozen}
   leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
   out = []
   for key_path, leaf in leaves:
     where = "/" + _paths.path_string(key_path)
-    owner = next(
-        (p for p in (*targets, *dense, *frozen) if where.endswith("/" + p)),
-        None,
-    )
-    if owner in frozen:
+    path = next((p for p in owners if where.endswith("/" + p)), None)
+    owner = owners.get(path, "")
+    if owner == "frozen":
       leaf = None
-    elif owner is not None:
-      if owner in targets and leaf.shape == targets[owner].shape:
-        leaf = jnp.full(targets[owner].thin, 0, jnp.float32)
+    elif owner:
+      if owner != "dense" and leaf.shape == owner.shape:
+        leaf = jnp.full(owner.thin, 0, jnp.float32)
       if after:
         leaf = _state.Update(leaf, jnp.zeros([], jnp.float32))
     out.append(leaf)
   return jax.tree.unflatten(treedef, out)
 
 
-def _thin(state: Any, plans: list[_state.Plan], after: bool = False) -> Any:
+def _thin(state: Any, owners: dict[str, Any], after: bool = False) -> Any:
   if isinstance(state, _state.SketchState):
     return state
   if not _has_sketch(state):
-    return _thin_leaves(state, plans, after)
+    return _thin_leaves(state, owners, after)
+  if isinstance(state, optax.PartitionState):
+    # Its transformations stand side by side, not one after the other.
+    inner = {k: _thin(v, owners, after) for k, v in state.inner_states.items()}
+    return state._replace(inner_states=inner)
   if isinstance(state, dict) or type(state) is tuple:
     # A chain: what comes after `sketch` sees what `sketch` emits.
     items = state.items() if isinstance(state, dict) else enumerate(state)
     out = {}
     for name, child in items:
-      out[name] = _thin(child, plans, after)
+      out[name] = _thin(child, owners, after)
       after = after or _has_sketch(child)
     return out if isinstance(state, dict) else tuple(out.values())
   is_child = lambda x: x is not state
   children, treedef = jax.tree.flatten(state, is_leaf=is_child)
-  return jax.tree.unflatten(treedef, [_thin(c, plans, after) for c in children])
+  return jax.tree.unflatten(
+      treedef, [_thin(c, owners, after) for c in children]
+  )
 
 
 def init(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -76,6 +91,6 @@ def init(tx: optax.GradientTransformation, params: Any) -> Any:
   def make(params):
     state = tx.init(params)
     plans = [s.plan for s in _state.find_states(state, _state.SketchState)]
-    return _thin(state, plans)
+    return _thin(state, _owners(params, plans))
 
   return jax.jit(make)(params)
