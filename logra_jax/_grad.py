@@ -17,8 +17,8 @@ def _check_foreign_states(opt_state: Any, view: _state.View) -> None:
     if is_sketch(leaf):
       continue
     where = _paths.path_string(path)
-    owner = next((p for p in view.targets if where.endswith("/" + p)), None)
-    if owner is None:
+    owner = view.owner(where)
+    if owner not in view.targets:
       continue
     target, _, state = view.targets[owner]
     value = leaf.value if isinstance(leaf, _state.Update) else leaf

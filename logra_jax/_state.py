@@ -137,6 +137,11 @@ class View:
             " same parameter tree"
         )
 
+  def owner(self, where: str) -> str | None:
+    """The parameter whose path ends `where`; the longest such path."""
+    paths = (p for p in self._flat if where.endswith("/" + p))
+    return max(paths, key=len, default=None)
+
   def free(self) -> dict[str, Any]:
     free: dict[str, Any] = {}
     for path in self.trained:
