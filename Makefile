@@ -67,5 +67,5 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	  -e '.[train,tasks,test,dev]'
 	@touch $@
 
-$(MODEL): | $(VENV)/.train
+$(MODEL): | $(BIN)/python
 	@$(BIN)/python -m experiments.setup_model --out=$@

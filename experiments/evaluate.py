@@ -1,0 +1,137 @@
+"""Accuracy on held-out prompts, by greedy decoding.
+
+  python -m experiments.evaluate --model=DIR --task=addition
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from absl import app
+from absl import flags
+import jax
+import numpy as np
+
+from experiments import decoder
+from experiments import pretrained
+from experiments import rollout as rollout_lib
+from experiments import tasks
+from experiments.tokenizer import Tokenizer
+
+PyTree = Any
+
+
+class Sample(NamedTuple):
+  """One prompt as the model saw it, what it wrote, and what that earned."""
+
+  prompt: str
+  completion: str
+  reward: float
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, examples: Sequence[tasks.Example]
+) -> list[list[int]]:
+  """Token ids of each example's prompt, rendered with the chat template."""
+  return [
+      tokenizer.encode(tokenizer.apply_chat(example.prompt))
+      for example in examples
+  ]
+
+
+def decode_completions(
+    tokenizer: Tokenizer, rollout: rollout_lib.Rollout
+) -> list[str]:
+  """The text of each row's generated tokens, special tokens left out."""
+  tokens = np.asarray(rollout.tokens)
+  mask = np.asarray(rollout.completion_mask)
+  return [
+      tokenizer.decode(row[keep]) for row, keep in zip(tokens, mask, strict=True)
+  ]
+
+
+def evaluate(
+    model: decoder.Decoder,
+    params: PyTree,
+    tokenizer: Tokenizer,
+    task: tasks.Task,
+    *,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    max_prompts: int,
+) -> tuple[dict[str, float], list[Sample]]:
+  """Decodes greedily and asks the task for rewards.
+
+  Args:
+    model: the decoder.
+    params: its parameters.
+    tokenizer: the model's tokenizer.
+    task: whose held-out examples are used.
+    max_prompt_tokens: length that prompts are padded to.
+    max_new_tokens: limit of a completion in tokens.
+    max_prompts: how many of the held-out examples, at most; they are decoded
+      in one batch.
+
+  Returns:
+    Metrics: `accuracy` (mean reward), `length` (mean tokens of a completion)
+    and `finished` (fraction that ended by themselves); and every sample.
+
+  Raises:
+    ValueError: a prompt is longer than `max_prompt_tokens`.
+  """
+  examples = task.heldout()[:max_prompts]
+  prompts = encode_prompts(tokenizer, examples)
+  tokens, valid = rollout_lib.pad_prompts(
+      prompts, max_prompt_tokens, tokenizer.pad_id
+  )
+  rollout = rollout_lib.generate(
+      model,
+      params,
+      tokens,
+      valid,
+      jax.random.key(0),  # Greedy decoding draws nothing.
+      max_new_tokens=max_new_tokens,
+      temperature=0.0,
+      eos_ids=tokenizer.eos_ids,
+      pad_id=tokenizer.pad_id,
+  )
+  completions = decode_completions(tokenizer, rollout)
+  rewards = tasks.checked_rewards(task, examples, completions)
+  metrics = {
+      "accuracy": float(np.mean(rewards)),
+      "length": float(np.mean(np.sum(rollout.completion_mask, axis=1))),
+      "finished": float(np.mean(rollout.finished)),
+  }
+  texts = [tokenizer.decode(ids, skip_special=False) for ids in prompts]
+  samples = map(Sample, texts, completions, map(float, rewards))
+  return metrics, list(samples)
+
+
+def main(names: flags.FlagValues) -> None:
+  loaded = pretrained.load(names.model)
+  metrics, samples = evaluate(
+      decoder.Decoder(loaded.config),
+      loaded.params,
+      loaded.tokenizer,
+      tasks.make_task(names.task, seed=0),
+      max_prompt_tokens=names.max_prompt_tokens,
+      max_new_tokens=names.max_new_tokens,
+      max_prompts=names.prompts,
+  )
+  for sample in samples[: names.show]:
+    question = sample.prompt.strip().replace("\n", "\\n")
+    print(f"{sample.reward:.2f}  {question}  ->  {sample.completion!r}")
+  print(
+      f"accuracy {metrics['accuracy']:.3f} on {len(samples)} held-out prompts"
+      f" of {names.task}; {metrics['length']:.1f} tokens a completion"
+  )
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("model", None, "Hugging Face directory or GGUF file.")
+  flags.DEFINE_string("task", "addition", "A name as in config.task.name.")
+  flags.DEFINE_integer("max_prompt_tokens", 64, "Prompts are padded to this.")
+  flags.DEFINE_integer("max_new_tokens", 16, "Limit of a completion.")
+  flags.DEFINE_integer("prompts", 96, "Held-out prompts, at most.")
+  flags.DEFINE_integer("show", 5, "Samples to print.")
+  flags.mark_flag_as_required("model")
+  app.run(lambda argv: main(flags.FLAGS))

@@ -1,0 +1,205 @@
+"""One update as a pure function: sketches, probe, step, merge.
+
+  gradients = Σ over micro-batches          (sketches add up exactly)
+  probe     = δlogits of the update to come (forward mode, a few responses)
+  update    = optimizer(gradients, probe)   (scaled to the KL budget)
+  params    = merge(params, update)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import logra_jax
+import ml_collections
+import numpy as np
+import optax
+
+from experiments import grpo
+from experiments.rollout import Rollout
+
+PyTree = Any
+Metrics = dict[str, jax.Array]
+
+
+@struct.dataclass
+class TrainState:
+  """All that an update changes.
+
+  Attributes:
+    params: the model's parameters.
+    opt_state: state of the optimizer.
+    update: int32 scalar, updates done. The prompts and random keys of an
+      update are functions of the config's seeds and of this number.
+  """
+
+  params: PyTree
+  opt_state: PyTree
+  update: jax.Array
+
+
+@struct.dataclass
+class Batch:
+  """What the learner sees of one update's rollouts, B responses.
+
+  Attributes:
+    rollout: token-aligned arrays `[B, T]`.
+    advantages: `[B]` float32.
+  """
+
+  rollout: Rollout
+  advantages: jax.Array
+
+
+def init_state(
+    params: PyTree, tx: optax.GradientTransformation
+) -> TrainState:
+  """The state before the first update."""
+  opt_state = logra_jax.init(tx, params)
+  return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+
+
+def make_train_step(
+    model: Any,
+    tx: optax.GradientTransformationExtraArgs,
+    config: ml_collections.ConfigDict,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+  """Builds the update; jit it, and donate the state.
+
+  Args:
+    model: a `Decoder`.
+    tx: of `optimizers.make_optimizer`.
+    config: a config like `configs/quickstart.py`.
+
+  Returns:
+    `train_step(state, batch) -> (state, metrics)`; metrics are float32
+    scalars, KL in nats per generated token.
+  """
+  n_new = config.rollout.max_new_tokens
+  temperature = config.rollout.temperature
+
+  def hidden_fn(params: PyTree, tokens: Any, valid: Any) -> jax.Array:
+    return model.apply({"params": params}, tokens, valid, method="hidden")
+
+  def head_fn(params: PyTree, hidden: jax.Array) -> jax.Array:
+    return model.apply({"params": params}, hidden, method="head")
+
+  def loss_fn(params, batch, normalizer):
+    rollout = batch.rollout
+    log_probs, entropy = grpo.token_statistics(
+        hidden_fn,
+        head_fn,
+        params,
+        rollout.tokens,
+        rollout.valid,
+        rollout.completion_mask,
+        temperature=temperature,
+        chunk_size=config.loss.chunk,
+        start=rollout.tokens.shape[1] - n_new,
+    )
+    loss, metrics = grpo.grpo_loss(
+        log_probs,
+        rollout.log_probs,
+        batch.advantages,
+        rollout.completion_mask,
+        config.loss.clip_low,
+        config.loss.clip_high,
+        normalizer,
+    )
+    # Entropies are 0 outside the mask.
+    mean_entropy = jnp.sum(entropy) / jnp.maximum(metrics["tokens"], 1.0)
+    return loss, metrics | {"entropy": mean_entropy}
+
+  def train_step(state, batch):
+    grads, metrics = _accumulate(loss_fn, state, batch, config)
+    features, probe_batch = _probe_inputs(hidden_fn, batch.rollout, config)
+    probe = logra_jax.kl_probe(
+        features,
+        state.params,
+        state.opt_state,
+        probe_batch,
+        head_fn=head_fn,
+        temperature=temperature,
+        chunk_size=config.loss.chunk,
+    )
+    updates, opt_state = tx.update(
+        grads, state.opt_state, state.params, probe=probe
+    )
+    params = logra_jax.apply_updates(state.params, updates, opt_state)
+    found = logra_jax.diagnostics(opt_state)
+    metrics |= {
+        # KL is quadratic in the step: that of the step as it was scaled.
+        "kl/predicted": jnp.square(found["alpha"]) * found["predicted_kl"],
+        "kl/proposed": found["predicted_kl"],
+        "kl/realised": logra_jax.realised_kl(probe, params),
+        "kl/budget": found["budget"],
+        "kl/step_scale": found["alpha"],
+        "kl/skipped": found["skipped"],
+    }
+    return TrainState(params, opt_state, state.update + 1), metrics
+
+  return train_step
+
+
+def probe_rows(config: ml_collections.ConfigDict) -> np.ndarray:
+  """Rows of the batch that the KL is measured on, of different prompts first.
+
+  Returns:
+    `[config.kl.probe_responses]` int32, distinct.
+  """
+  prompts, responses = config.rollout.prompts, config.rollout.responses
+  rows = np.arange(prompts * responses, dtype=np.int32)
+  by_response = rows.reshape(prompts, responses).T.reshape(-1)
+  return by_response[: config.kl.probe_responses]
+
+
+def _probe_inputs(hidden_fn, rollout, config):
+  """The probe's features and its batch, aligned to what predicts a token.
+
+  The features `[b, C, D]` are those of the positions that predict the C
+  completion tokens; the prompt's would cost head and memory for nothing.
+  """
+  n_new = config.rollout.max_new_tokens
+  rows = probe_rows(config)
+  batch = {
+      "tokens": rollout.tokens[rows],
+      "valid": rollout.valid[rows],
+      "completion_mask": rollout.completion_mask[rows, -n_new:],
+  }
+
+  def features(params, batch):
+    hidden = hidden_fn(params, batch["tokens"], batch["valid"])
+    return hidden[:, -n_new - 1 : -1]
+
+  return features, batch
+
+
+def _accumulate(loss_fn, state, batch, config):
+  """Gradients and metrics of the batch, as a sum over micro-batches."""
+  size = config.loss.micro_batch
+  normalizer = jnp.maximum(jnp.sum(batch.rollout.completion_mask), 1)
+  micro_batches = jax.tree.map(
+      lambda x: x.reshape(-1, size, *x.shape[1:]), batch
+  )
+  grad_fn = logra_jax.value_and_grad(loss_fn, has_aux=True)
+
+  def gradients(micro_batch):
+    return grad_fn(state.params, state.opt_state, micro_batch, normalizer)
+
+  def add(total, micro_batch):
+    (loss, aux), grads = gradients(micro_batch)
+    return jax.tree.map(jnp.add, total, grads), (loss, aux)
+
+  first = jax.tree.map(lambda x: x[0], micro_batches)
+  _, shapes = jax.eval_shape(gradients, first)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  grads, (losses, aux) = jax.lax.scan(add, zeros, micro_batches)
+  metrics = grpo.merge_metrics(aux)
+  return grads, {
+      "train/loss": jnp.sum(losses),
+      "train/entropy": metrics["entropy"],
+      "train/clip_fraction": metrics["clip_fraction"],
+      "train/ratio_max": metrics["ratio_max"],
+  }

@@ -1,0 +1,78 @@
+"""Draws a run from its metrics file: reward, and KL beside its budget.
+
+  python -m experiments.plots WORKDIR
+"""
+
+import os
+import pathlib
+import sys
+from typing import Any
+
+from experiments import extras, metrics
+
+
+def draw_run(workdir: str | os.PathLike[str]) -> pathlib.Path:
+  """Draws `workdir/metrics.jsonl` into `workdir/run.png`.
+
+  Args:
+    workdir: directory of a run, finished or not.
+
+  Returns:
+    The path of the picture.
+
+  Raises:
+    ValueError: the directory holds no metrics of any update.
+  """
+  path = pathlib.Path(workdir) / metrics.FILENAME
+  rows = metrics.read_rows(path)
+  if not metrics.column(rows, 'train/reward')[0]:
+    raise ValueError(
+        f'{path} has no updates to draw; pass the --workdir of a run'
+    )
+  figure_module = extras.require('matplotlib.figure', 'train')
+  # A Figure of its own needs no display and leaves pyplot's state alone.
+  figure = figure_module.Figure(figsize=(10, 4), layout='constrained')
+  reward, kl = figure.subplots(1, 2)
+  _draw_reward(reward, rows)
+  _draw_kl(kl, rows)
+  out = path.with_name('run.png')
+  figure.savefig(out, dpi=150)
+  return out
+
+
+def _draw_reward(axes: Any, rows: list[dict[str, Any]]) -> None:
+  """Mean reward of each update's rollouts, and held-out accuracy."""
+  axes.plot(*metrics.column(rows, 'train/reward'), label='training (sampled)')
+  updates, accuracy = metrics.column(rows, 'eval/accuracy')
+  if updates:
+    axes.plot(updates, accuracy, 'o--', label='held-out (greedy)')
+  axes.set(title='reward', xlabel='update', ylabel='mean reward')
+  axes.set_ylim(bottom=0.0)
+  axes.grid(alpha=0.3)
+  axes.legend()
+
+
+def _draw_kl(axes: Any, rows: list[dict[str, Any]]) -> None:
+  """KL divergence per token of each update: promised, measured, allowed."""
+  styles = {'predicted': 'o-', 'realised': 'x-', 'budget': 'k--'}
+  for name, style in styles.items():
+    updates, values = metrics.column(rows, f'kl/{name}')
+    if updates:
+      axes.plot(updates, values, style, label=name, markersize=4)
+  axes.set(title='KL per update', xlabel='update', ylabel='nats per token')
+  axes.set_ylim(bottom=0.0)
+  axes.grid(alpha=0.3)
+  axes.legend()
+
+
+def main() -> None:
+  if len(sys.argv) != 2:
+    sys.exit('usage: python -m experiments.plots WORKDIR')
+  try:
+    print(draw_run(sys.argv[1]))
+  except ValueError as error:
+    sys.exit(str(error))
+
+
+if __name__ == '__main__':
+  main()

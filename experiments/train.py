@@ -1,0 +1,370 @@
+"""RL-trains a language model.
+
+  python -m experiments.train --config=experiments/configs/quickstart.py \
+    --workdir=DIR [--config.optimizer.rank=64]
+
+Rerunning the command resumes from the newest checkpoint; Ctrl-C and SIGTERM
+save one first. In a notebook: `train(get_config(), workdir)`.
+"""
+
+import dataclasses
+import pathlib
+import signal
+import sys
+import time
+from typing import Any
+
+from absl import app
+from absl import flags
+from absl import logging
+import jax
+import logra_jax
+import ml_collections
+from ml_collections import config_flags
+import numpy as np
+
+from experiments import checkpoints
+from experiments import decoder
+from experiments import evaluate
+from experiments import grpo
+from experiments import learner
+from experiments import metrics as metrics_lib
+from experiments import optimizers
+from experiments import plots
+from experiments import pretrained
+from experiments import progress
+from experiments import rollout as rollout_lib
+from experiments import tasks
+from experiments import tiny
+from experiments import workdir as workdir_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """How a call of `train` ended.
+
+  Attributes:
+    update: updates done.
+    stopped_by: number of the signal that ended the run early, or None.
+    accuracy: held-out accuracy by update, as measured so far.
+    state: parameters and optimizer state; None if nothing was left to do.
+  """
+
+  update: int
+  stopped_by: int | None
+  accuracy: dict[int, float]
+  state: learner.TrainState | None
+
+
+def train(
+    config: ml_collections.ConfigDict, workdir: str | pathlib.Path
+) -> Result:
+  """Trains, or goes on training, the run that lives in `workdir`.
+
+  Args:
+    config: a config like `configs/quickstart.py`.
+    workdir: directory of the run: config, metrics, checkpoints, picture.
+
+  Returns:
+    How it ended.
+
+  Raises:
+    ValueError: a setting that cannot work, a directory that cannot be written
+      or belongs to another config, a prompt that does not fit, a reward that
+      is no number.
+  """
+  check_config(config)
+  path = workdir_lib.claim(workdir, config)
+  saved = checkpoints.Checkpoints(
+      path / "checkpoints", keep=config.checkpoint.keep
+  )
+  with workdir_lib.stop_on_signals() as stop:
+    state = None
+    if config.updates not in saved.updates():
+      state = _Run(config, path, saved).loop(stop)
+  update = config.updates if state is None else int(state.update)
+  _report(path, update, config.updates, stop.signal)
+  accuracy = metrics_lib.column(
+      metrics_lib.read_rows(path / metrics_lib.FILENAME), "eval/accuracy"
+  )
+  return Result(
+      update, stop.signal, dict(zip(*accuracy, strict=True)), state
+  )
+
+
+def check_config(config: ml_collections.ConfigDict) -> None:
+  """Raises ValueError for settings that no run could start with."""
+  c = config
+  least = {
+      "updates": (c.updates, 1),
+      "rollout.prompts": (c.rollout.prompts, 1),
+      # A response is compared with the others to its prompt.
+      "rollout.responses": (c.rollout.responses, 2),
+      "rollout.max_prompt_tokens": (c.rollout.max_prompt_tokens, 1),
+      "rollout.max_new_tokens": (c.rollout.max_new_tokens, 1),
+      "loss.micro_batch": (c.loss.micro_batch, 1),
+      "loss.chunk": (c.loss.chunk, 1),
+      "kl.probe_responses": (c.kl.probe_responses, 1),
+      "evaluate.every": (c.evaluate.every, 1),
+      "evaluate.prompts": (c.evaluate.prompts, 1),
+      "checkpoint.every": (c.checkpoint.every, 1),
+      "checkpoint.keep": (c.checkpoint.keep, 1),
+  }
+  for name, (value, minimum) in least.items():
+    if value < minimum:
+      raise ValueError(f"config.{name}={value} must be at least {minimum}")
+  if not c.rollout.temperature > 0:
+    raise ValueError(
+        f"config.rollout.temperature={c.rollout.temperature} must be positive:"
+        " greedy responses to one prompt are all the same"
+    )
+  batch = c.rollout.prompts * c.rollout.responses
+  if batch % c.loss.micro_batch:
+    raise ValueError(
+        f"config.loss.micro_batch={c.loss.micro_batch} must divide the batch,"
+        f" rollout.prompts * rollout.responses = {batch}"
+    )
+  if c.kl.probe_responses > batch:
+    raise ValueError(
+        f"config.kl.probe_responses={c.kl.probe_responses} is more than the"
+        f" batch has, {batch}"
+    )
+  optimizers.make_optimizer(c)  # Refuses its own bad values.
+
+
+def load_model(config: ml_collections.ConfigDict) -> pretrained.Pretrained:
+  """The model that `config.model` names, in the config's dtypes.
+
+  Raises:
+    FileNotFoundError: there is nothing at that path.
+    ValueError: what is there is not a complete model.
+  """
+  if config.model == "tiny":
+    loaded = tiny.make_tiny(config.seed)
+  else:
+    loaded = pretrained.load(config.model, config.param_dtype)
+  model_config = dataclasses.replace(
+      loaded.config,
+      dtype=config.dtype,
+      param_dtype=config.param_dtype,
+      remat=config.remat,
+  )
+  return loaded._replace(config=model_config)
+
+
+class _Run:
+  """A run that has updates left: its parts, and where it stands."""
+
+  def __init__(
+      self,
+      config: ml_collections.ConfigDict,
+      path: pathlib.Path,
+      saved: checkpoints.Checkpoints,
+  ):
+    self.config = config
+    self.path = path
+    self.saved = saved
+    progress.say(f"loading {config.model}")
+    loaded = load_model(config)
+    self.model = decoder.Decoder(loaded.config)
+    self.tokenizer = loaded.tokenizer
+    self.task = tasks.make_task(config.task.name, config.task.seed)
+    tx = optimizers.make_optimizer(config)
+    self.state = learner.init_state(loaded.params, tx)
+    progress.say(logra_jax.summary(self.state.params, self.state.opt_state))
+    restored = saved.restore(self.state, progress.say)
+    if restored is not None:
+      self.state = restored[1]
+      progress.say(f"resuming after update {restored[0]} of {config.updates}")
+    # The state is donated: new parameters take the place of the old ones.
+    self.train_step = jax.jit(
+        learner.make_train_step(self.model, tx, config), donate_argnums=0
+    )
+
+  def loop(self, stop: workdir_lib.Stop) -> learner.TrainState:
+    """The algorithm; returns the state it ended with."""
+    config = self.config
+    update = int(self.state.update)
+    writer = metrics_lib.MetricsWriter(
+        self.path, resume_at=update, tensorboard=config.tensorboard
+    )
+    with writer, progress.Progress(config.updates, update) as bar:
+      if update == 0:
+        self.evaluate(writer, bar, update)
+      pending = _Pending(writer, bar)
+      while update < config.updates and not stop:
+        # JAX only dispatches here: the last update may still be running.
+        examples = self.examples(update)
+        rollout = self.sample(examples, update)
+        pending.flush()
+        batch, seen = self.score(examples, rollout)
+        self.state, metrics = self.train_step(self.state, batch)
+        update += 1
+        pending.set(update, seen, metrics)
+        last = update == config.updates
+        if last or update % config.evaluate.every == 0:
+          pending.flush()
+          self.evaluate(writer, bar, update)
+        if last or update % config.checkpoint.every == 0 or stop:
+          pending.flush()
+          self.saved.save(update, self.state)
+    return self.state
+
+  def examples(self, update: int) -> list[tasks.Example]:
+    """The training examples of an update, each once."""
+    n = self.config.rollout.prompts
+    return [self.task.train(update * n + i) for i in range(n)]
+
+  def sample(
+      self, examples: list[tasks.Example], update: int
+  ) -> rollout_lib.Rollout:
+    """A group of responses to each example's prompt."""
+    c = self.config.rollout
+    tokens, valid = rollout_lib.pad_prompts(
+        evaluate.encode_prompts(self.tokenizer, examples),
+        c.max_prompt_tokens,
+        self.tokenizer.pad_id,
+    )
+    return rollout_lib.generate(
+        self.model,
+        self.state.params,
+        tokens,
+        valid,
+        jax.random.fold_in(jax.random.key(self.config.seed), update),
+        max_new_tokens=c.max_new_tokens,
+        temperature=c.temperature,
+        eos_ids=self.tokenizer.eos_ids,
+        pad_id=self.tokenizer.pad_id,
+        group_size=c.responses,
+    )
+
+  def score(
+      self, examples: list[tasks.Example], rollout: rollout_lib.Rollout
+  ) -> tuple[learner.Batch, dict[str, float]]:
+    """Rewards and advantages; waits for the rollout."""
+    start = time.perf_counter()
+    mask = np.asarray(rollout.completion_mask)
+    sampled = time.perf_counter()
+    if not mask[learner.probe_rows(self.config)].any():
+      raise ValueError(
+          "the rollout has no generated token in its first"
+          f" {self.config.kl.probe_responses} responses, so that no KL can be"
+          " predicted; raise config.kl.probe_responses"
+      )
+    n = self.config.rollout.responses
+    rewards = tasks.checked_rewards(
+        self.task,
+        [example for example in examples for _ in range(n)],
+        evaluate.decode_completions(self.tokenizer, rollout),
+    )
+    advantages = grpo.group_advantages(rewards, n)
+    groups = rewards.reshape(-1, n)
+    return learner.Batch(rollout, advantages), {
+        "train/reward": rewards.mean(),
+        "train/reward_std": rewards.std(),
+        "train/equal_groups": np.mean(np.ptp(groups, axis=1) == 0),
+        "rollout/length": mask.sum(axis=1).mean(),
+        "rollout/finished": np.asarray(rollout.finished).mean(),
+        "rollout/tokens_per_second": mask.sum() / (sampled - start),
+        "time/rollout": sampled - start,
+        "time/reward": time.perf_counter() - sampled,
+    }
+
+  def evaluate(
+      self,
+      writer: metrics_lib.MetricsWriter,
+      bar: progress.Progress,
+      update: int,
+  ) -> None:
+    """Writes held-out metrics to the record."""
+    found, _ = evaluate.evaluate(
+        self.model,
+        self.state.params,
+        self.tokenizer,
+        self.task,
+        max_prompt_tokens=self.config.rollout.max_prompt_tokens,
+        max_new_tokens=self.config.rollout.max_new_tokens,
+        max_prompts=self.config.evaluate.prompts,
+    )
+    writer.write(update, {f"eval/{name}": found[name] for name in found})
+    bar.say(
+        f"held-out accuracy after {update} updates: {found['accuracy']:.3f}"
+    )
+
+
+class _Pending:
+  """Metrics of an update that may still be running."""
+
+  def __init__(
+      self, writer: metrics_lib.MetricsWriter, bar: progress.Progress
+  ):
+    self._writer = writer
+    self._bar = bar
+    self._waiting: tuple[int, float, dict[str, Any]] | None = None
+
+  def set(
+      self,
+      update: int,
+      seen: dict[str, float],
+      metrics: dict[str, jax.Array],
+  ) -> None:
+    """Keeps an update's metrics until `flush`."""
+    self._waiting = (update, time.perf_counter(), {**seen, **metrics})
+
+  def flush(self) -> None:
+    """Waits for the metrics, if there are any, and writes them."""
+    if self._waiting is None:
+      return
+    update, start, values = self._waiting
+    self._waiting = None
+    jax.block_until_ready(values)
+    values["time/update"] = time.perf_counter() - start
+    seconds = sum(v for name, v in values.items() if name.startswith("time/"))
+    self._bar.show(update, self._writer.write(update, values), seconds)
+
+
+def _report(
+    path: pathlib.Path, update: int, updates: int, stopped_by: int | None
+) -> None:
+  """Says how the run stands and where its things are; draws its picture."""
+  rows = metrics_lib.read_rows(path / metrics_lib.FILENAME)
+  accuracy = metrics_lib.column(rows, "eval/accuracy")
+  if accuracy[0]:
+    progress.say(
+        f"held-out accuracy: {accuracy[1][0]:.3f} before,"
+        f" {accuracy[1][-1]:.3f} after {accuracy[0][-1]} updates"
+    )
+  if metrics_lib.column(rows, "train/reward")[0]:
+    progress.say(f"picture:    {plots.draw_run(path)}")
+  progress.say(f"metrics:    {path / metrics_lib.FILENAME}")
+  progress.say(f"checkpoint: {path / 'checkpoints'}")
+  progress.say(
+      f"export:     python -m experiments.export --workdir={path} --out=DIR"
+  )
+  if stopped_by is not None:
+    progress.say(
+        f"stopped by {signal.Signals(stopped_by).name} after update {update} of"
+        f" {updates}; the same command resumes"
+    )
+
+
+def main(config: ml_collections.ConfigDict, workdir: str) -> None:
+  logging.set_verbosity(logging.WARNING)  # Orbax tells every step it takes.
+  try:
+    result = train(config, workdir)
+  except (ValueError, FileNotFoundError, ImportError) as error:
+    if flags.FLAGS.traceback:
+      raise
+    sys.exit(f"error: {error}")
+  if result.stopped_by is not None:
+    sys.exit(128 + result.stopped_by)
+
+
+if __name__ == "__main__":
+  _CONFIG = config_flags.DEFINE_config_file(
+      "config", None, "Path of a config.", lock_config=True
+  )
+  _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run.")
+  flags.DEFINE_bool("traceback", False, "Show where an error comes from.")
+  flags.mark_flags_as_required(["config", "workdir"])
+  app.run(lambda argv: main(_CONFIG.value, _WORKDIR.value))
