@@ -1,0 +1,89 @@
+"""What the numerical core must compute, in float64 NumPy and as written."""
+
+from typing import Any
+
+import numpy as np
+
+
+def f64(x: Any) -> np.ndarray:
+  """Any array, bfloat16 included, as float64."""
+  return np.asarray(x).astype(np.float64)
+
+
+def dense_gradient(x: Any, cotangent: Any) -> np.ndarray:
+  """`G = Xᵀ dY`, `[*batch, d_in, d_out]`, of `[*batch, N, ...]` arrays."""
+  return np.einsum("...ni,...no->...io", f64(x), f64(cotangent))
+
+
+def sketch(basis: Any, gradient: Any) -> np.ndarray:
+  """`S = A G`, `[*batch, rank, d_out]`."""
+  return np.einsum("...ri,...io->...ro", f64(basis), f64(gradient))
+
+
+def reconstruct(basis: Any, factor: Any) -> np.ndarray:
+  """`Aᵀ D`, `[*batch, d_in, d_out]`."""
+  return np.einsum("...ri,...ro->...io", f64(basis), f64(factor))
+
+
+def row_adam(
+    sketches: list[np.ndarray],
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    norm_preserving: bool = False,
+) -> list[np.ndarray]:
+  """Directions of RowAdam for a sequence of sketches `[*batch, r, d_out]`."""
+  v = 0.0
+  directions = []
+  for t, s in enumerate(map(f64, sketches), start=1):
+    v = b2 * v + (1 - b2) * np.mean(s**2, axis=-2)
+    rms = np.sqrt(v / (1 - b2**t))[..., None, :]
+    if not norm_preserving:
+      directions.append(s / (rms + eps))
+      continue
+    mean = rms.mean(axis=-1, keepdims=True)
+    scale = np.divide(mean, rms + eps * mean, where=mean > 0, out=rms * 0)
+    d = s * scale
+    size = lambda a: np.sqrt(np.sum(a**2, axis=(-2, -1), keepdims=True))
+    ratio = np.divide(size(s), size(d), where=size(d) > 0, out=size(d) * 0)
+    directions.append(d * ratio)
+  return directions
+
+
+def trace(sketches: list[np.ndarray], decay: float) -> list[np.ndarray]:
+  """Heavy-ball momentum `m ← decay · m + s`."""
+  m = 0.0
+  out = []
+  for s in map(f64, sketches):
+    m = decay * m + s
+    out.append(m)
+  return out
+
+
+def adam(
+    sketches: list[np.ndarray], b1: float, b2: float, eps: float
+) -> list[np.ndarray]:
+  """Adam's directions, with bias correction."""
+  m = v = 0.0
+  out = []
+  for t, s in enumerate(map(f64, sketches), start=1):
+    m = b1 * m + (1 - b1) * s
+    v = b2 * v + (1 - b2) * s**2
+    out.append(m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps))
+  return out
+
+
+def global_norm(*arrays: Any) -> float:
+  return float(np.sqrt(sum(np.sum(f64(a) ** 2) for a in arrays)))
+
+
+def assert_close(actual: Any, desired: Any, tol: float) -> None:
+  """Asserts `‖actual - desired‖∞ ≤ tol · ‖desired‖∞`, and equal shapes.
+
+  Relative to the largest entry: a sum of rounded products is that accurate
+  even where it cancels.
+  """
+  actual, desired = f64(actual), f64(desired)
+  assert actual.shape == desired.shape, (actual.shape, desired.shape)
+  error = np.max(np.abs(actual - desired), initial=0.0)
+  scale = np.max(np.abs(desired), initial=0.0)
+  assert error <= tol * scale, f"error {error:.3g} > {tol:.3g} x {scale:.3g}"

@@ -1,0 +1,48 @@
+"""Small parameter trees and what the library draws for them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from logra_jax import _state
+import numpy as np
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
+  """Standard normal numbers, the same on every machine."""
+  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def tree(
+    shapes: dict[str, tuple[int, ...]], dtype: Any = jnp.float32, seed: int = 0
+) -> dict[str, Any]:
+  """A nested dict of normal arrays from `{'a/b/kernel': shape}`."""
+  out: dict[str, Any] = {}
+  for i, (path, shape) in enumerate(shapes.items()):
+    *parents, name = path.split("/")
+    node = out
+    for parent in parents:
+      node = node.setdefault(parent, {})
+    node[name] = normal(seed + 100 * i, *shape, dtype=dtype)
+  return out
+
+
+def get(tree: Any, path: str) -> Any:
+  for part in path.split("/"):
+    tree = tree[part]
+  return tree
+
+
+def sketch_state(opt_state: Any) -> _state.SketchState:
+  (state,) = _state.find_states(opt_state, _state.SketchState)
+  return state
+
+
+def bases(opt_state: Any, count: int | None = None) -> dict[str, np.ndarray]:
+  """`A [*batch, rank, d_in]` of every target; by default of the next update."""
+  state = sketch_state(opt_state)
+  count = state.count if count is None else jnp.int32(count)
+  keys = state.keys(count)
+  return {
+      t.path: np.asarray(t.basis(keys[t.path])) for t in state.plan.targets
+  }
