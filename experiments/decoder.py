@@ -385,6 +385,21 @@ class Decoder(nn.Module):
       mask = mask & valid[:, None, :]
     return self._run(tokens, positions, mask, None, None)[0]
 
+  def hidden_masked(
+      self, tokens: jax.Array, positions: jax.Array, mask: jax.Array
+  ) -> jax.Array:
+    """Like `hidden`, for sequences that are laid out in another way.
+
+    Args:
+      tokens: `[B, T]` int32.
+      positions: `[B, T]` int32, where each token stands in its own text.
+      mask: `[B or 1, T, T]` bool, True where token i may see token j.
+
+    Returns:
+      `[B, T, D]` in `config.dtype`.
+    """
+    return self._run(tokens, positions, mask, None, None)[0]
+
   def head(self, hidden: jax.Array) -> jax.Array:
     """Logits `[..., V]` float32 of features `[..., D]`."""
     if self.config.tied_head:

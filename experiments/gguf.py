@@ -63,7 +63,7 @@ def load(
   path = pathlib.Path(path)
   if not path.is_file():
     raise FileNotFoundError(f"no GGUF file at {path}")
-  metadata, tensors = _read(path)
+  metadata, tensors = read_file(path)
   config = _config(metadata, tensors, param_dtype)
   dequantize = require("gguf", "train").dequantize
 
@@ -93,8 +93,22 @@ def load(
   return config, params, tokenizer_lib.from_gguf(metadata)
 
 
-def _read(path):
-  """The file's metadata and its tensors by name, still quantised on disk."""
+def read_file(
+    path: str | pathlib.Path,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """A GGUF file's metadata, and its tensors as stored on disk.
+
+  Args:
+    path: the file.
+
+  Returns:
+    Values by key, and the `gguf` package's tensors by name.
+
+  Raises:
+    ValueError: if the file is truncated or corrupt.
+    ImportError: if the `gguf` package is not installed.
+  """
+  path = pathlib.Path(path)
   reader_type = require("gguf", "train").GGUFReader
   try:
     reader = reader_type(path)

@@ -89,8 +89,8 @@ def _checked(name, value, shape):
   """The value, once its shape is what the configuration implies."""
   if value.shape != shape:
     raise ValueError(
-        f"{name} has shape {list(value.shape)} where the configuration "
-        f"implies {list(shape)}: weights and configuration are of different "
-        "models"
+        f"{name} has shape {list(value.shape)} (kernels: [d_in, d_out]) where "
+        f"the configuration implies {list(shape)}: weights and configuration "
+        "are of different models"
     )
   return value

@@ -211,9 +211,11 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
   vocab = {name: i for i, name in enumerate(names)}
   merges = [tuple(m.split(" ", 1)) for m in metadata[prefix + "merges"]]
   normalizer, splitter, ignore_merges = _splitter(pre)
-  backend = tokenizers.Tokenizer(
-      tokenizers.models.BPE(vocab, merges, ignore_merges=ignore_merges)
-  )
+  try:
+    model = tokenizers.models.BPE(vocab, merges, ignore_merges=ignore_merges)
+  except Exception as error:  # The package raises nothing narrower.
+    raise ValueError(f"the GGUF file's merges are damaged: {error}") from error
+  backend = tokenizers.Tokenizer(model)
   if normalizer is not None:
     backend.normalizer = normalizer
   backend.pre_tokenizer = splitter
