@@ -6,7 +6,7 @@
   params    = merge(params, update)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import struct
@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from experiments import grpo
+from experiments import packing
 from experiments.rollout import Rollout
 
 PyTree = Any
@@ -77,17 +78,23 @@ def make_train_step(
     `train_step(state, batch) -> (state, metrics)`; metrics are float32
     scalars, KL in nats per generated token.
   """
-  n_new = config.rollout.max_new_tokens
   temperature = config.rollout.temperature
 
-  def hidden_fn(params: PyTree, tokens: Any, valid: Any) -> jax.Array:
-    return model.apply({"params": params}, tokens, valid, method="hidden")
+  def features(params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
+    return packing.features(model, params, batch["packed"])
 
   def head_fn(params: PyTree, hidden: jax.Array) -> jax.Array:
     return model.apply({"params": params}, hidden, method="head")
 
   def loss_fn(params, batch, normalizer):
-    rollout = batch.rollout
+    # Of the prompt only the last token is left: it predicts the first new one.
+    rollout = batch["rollout"]
+
+    def hidden_fn(params, tokens, valid):
+      del tokens, valid  # The same tokens, but packed.
+      # Nothing is predicted from the last token.
+      return jnp.pad(features(params, batch), ((0, 0), (0, 1), (0, 0)))
+
     log_probs, entropy = grpo.token_statistics(
         hidden_fn,
         head_fn,
@@ -97,12 +104,11 @@ def make_train_step(
         rollout.completion_mask,
         temperature=temperature,
         chunk_size=config.loss.chunk,
-        start=rollout.tokens.shape[1] - n_new,
     )
     loss, metrics = grpo.grpo_loss(
         log_probs,
         rollout.log_probs,
-        batch.advantages,
+        batch["advantages"],
         rollout.completion_mask,
         config.loss.clip_low,
         config.loss.clip_high,
@@ -114,12 +120,11 @@ def make_train_step(
 
   def train_step(state, batch):
     grads, metrics = _accumulate(loss_fn, state, batch, config)
-    features, probe_batch = _probe_inputs(hidden_fn, batch.rollout, config)
     probe = logra_jax.kl_probe(
         features,
         state.params,
         state.opt_state,
-        probe_batch,
+        _probe_batch(batch.rollout, config),
         head_fn=head_fn,
         temperature=temperature,
         chunk_size=config.loss.chunk,
@@ -155,34 +160,37 @@ def probe_rows(config: ml_collections.ConfigDict) -> np.ndarray:
   return by_response[: config.kl.probe_responses]
 
 
-def _probe_inputs(hidden_fn, rollout, config):
-  """The probe's features and its batch, aligned to what predicts a token.
-
-  The features `[b, C, D]` are those of the positions that predict the C
-  completion tokens; the prompt's would cost head and memory for nothing.
-  """
+def _probe_batch(rollout, config):
+  """The probe's responses, with a mask `[b, C]` of what predicts a token."""
   n_new = config.rollout.max_new_tokens
-  rows = probe_rows(config)
-  batch = {
-      "tokens": rollout.tokens[rows],
-      "valid": rollout.valid[rows],
-      "completion_mask": rollout.completion_mask[rows, -n_new:],
+  rollout = jax.tree.map(lambda x: x[probe_rows(config)], rollout)
+  return {
+      # Each has another prompt.
+      "packed": packing.pack(rollout, n_new, 1),
+      "completion_mask": rollout.completion_mask[:, -n_new:],
   }
 
-  def features(params, batch):
-    hidden = hidden_fn(params, batch["tokens"], batch["valid"])
-    return hidden[:, -n_new - 1 : -1]
 
-  return features, batch
+def _micro_batches(batch, config):
+  """The batch in the form of `loss_fn`, with a leading micro-batch axis."""
+  n_new, k = config.rollout.max_new_tokens, config.loss.pack
+  arrays = {
+      "packed": packing.pack(batch.rollout, n_new, k),
+      "advantages": batch.advantages,
+      "rollout": jax.tree.map(
+          lambda x: x[:, -n_new - 1 :] if x.ndim == 2 else x, batch.rollout
+      ),
+  }
+  n = batch.advantages.shape[0] // config.loss.micro_batch
+  return jax.tree.map(
+      lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), arrays
+  )
 
 
 def _accumulate(loss_fn, state, batch, config):
   """Gradients and metrics of the batch, as a sum over micro-batches."""
-  size = config.loss.micro_batch
   normalizer = jnp.maximum(jnp.sum(batch.rollout.completion_mask), 1)
-  micro_batches = jax.tree.map(
-      lambda x: x.reshape(-1, size, *x.shape[1:]), batch
-  )
+  micro_batches = _micro_batches(batch, config)
   grad_fn = logra_jax.value_and_grad(loss_fn, has_aux=True)
 
   def gradients(micro_batch):

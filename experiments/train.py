@@ -103,6 +103,7 @@ def check_config(config: ml_collections.ConfigDict) -> None:
       "rollout.max_prompt_tokens": (c.rollout.max_prompt_tokens, 1),
       "rollout.max_new_tokens": (c.rollout.max_new_tokens, 1),
       "loss.micro_batch": (c.loss.micro_batch, 1),
+      "loss.pack": (c.loss.pack, 1),
       "loss.chunk": (c.loss.chunk, 1),
       "kl.probe_responses": (c.kl.probe_responses, 1),
       "evaluate.every": (c.evaluate.every, 1),
@@ -123,6 +124,12 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     raise ValueError(
         f"config.loss.micro_batch={c.loss.micro_batch} must divide the batch,"
         f" rollout.prompts * rollout.responses = {batch}"
+    )
+  if c.rollout.responses % c.loss.pack or c.loss.micro_batch % c.loss.pack:
+    raise ValueError(
+        f"config.loss.pack={c.loss.pack} must divide"
+        f" rollout.responses={c.rollout.responses} and"
+        f" loss.micro_batch={c.loss.micro_batch}"
     )
   if c.kl.probe_responses > batch:
     raise ValueError(

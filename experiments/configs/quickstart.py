@@ -31,11 +31,12 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout.prompts = 12
   c.rollout.responses = 8  # To each prompt; a group shares a baseline.
   c.rollout.temperature = 0.7
-  c.rollout.max_prompt_tokens = 64
-  c.rollout.max_new_tokens = 16
+  c.rollout.max_prompt_tokens = 44
+  c.rollout.max_new_tokens = 12
 
   c.loss = ml_collections.ConfigDict()
-  c.loss.micro_batch = 24  # Responses; divides prompts * responses.
+  c.loss.micro_batch = 48  # Responses; divides prompts * responses.
+  c.loss.pack = 8  # Responses that share their prompt's computation.
   c.loss.clip_low = 0.2
   c.loss.clip_high = 0.2
   c.loss.chunk = 128  # Tokens whose logits are in memory at once.
