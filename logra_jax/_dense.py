@@ -65,10 +65,19 @@ class SketchedKernel:
   def __getitem__(self, index: Any) -> "SketchedKernel":
     if index is Ellipsis:  # how Flax NNX reads the whole of a variable
       return self
+    return self._refuse()
+
+  def _refuse(self, *unused: Any) -> Any:
     raise TypeError(self._misuse())
 
-  def __jax_array__(self) -> jax.Array:
-    raise TypeError(self._misuse())
+  __jax_array__ = __neg__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
+  __add__ = __radd__ = __sub__ = __rsub__ = _refuse
+  __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith("_"):  # protocols, which ask whether it is there
+      raise AttributeError(name)
+    raise AttributeError(f"{name!r}: {self._misuse()}")
 
   def _misuse(self) -> str:
     return (

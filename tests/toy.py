@@ -1,5 +1,6 @@
 """Small parameter trees and what the library draws for them."""
 
+import functools
 from typing import Any
 
 import jax
@@ -38,11 +39,16 @@ def sketch_state(opt_state: Any) -> _state.SketchState:
   return state
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _bases(plan, seed, count):
+  return {t.path: t.basis(t.key(seed, count)) for t in plan.targets}
+
+
 def bases(opt_state: Any, count: int | None = None) -> dict[str, np.ndarray]:
   """`A [*batch, rank, d_in]` of every target; by default of the next update."""
   state = sketch_state(opt_state)
   count = state.count if count is None else jnp.int32(count)
-  keys = state.keys(count)
-  return {
-      t.path: np.asarray(t.basis(keys[t.path])) for t in state.plan.targets
-  }
+  if not state.plan.refresh:
+    count = jnp.zeros_like(count)
+  drawn = _bases(state.plan, state.seed, count)
+  return {path: np.asarray(basis) for path, basis in drawn.items()}
