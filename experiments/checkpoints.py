@@ -6,20 +6,20 @@ moment leaves the checkpoints before it as they were, and a checkpoint that was
 damaged later is told by its hashes and passed over for the one before.
 """
 
+from collections.abc import Callable
 import hashlib
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
 PyTree = Any
-_MANIFEST = 'manifest.json'
-_TEMPORARY = '.tmp-'
+_MANIFEST = "manifest.json"
+_TEMPORARY = ".tmp-"
 
 
 class Checkpoints:
@@ -34,11 +34,11 @@ class Checkpoints:
         damaged newest one has one to fall back to.
     """
     if keep < 1:
-      raise ValueError(f'keep must be at least 1, not {keep}')
+      raise ValueError(f"keep must be at least 1, not {keep}")
     self._directory = pathlib.Path(directory).absolute()
     self._keep = keep
     self._directory.mkdir(parents=True, exist_ok=True)
-    for half_written in self._directory.glob(f'{_TEMPORARY}*'):
+    for half_written in self._directory.glob(f"{_TEMPORARY}*"):
       shutil.rmtree(half_written)
 
   def updates(self) -> list[int]:
@@ -52,11 +52,11 @@ class Checkpoints:
     Blocks until it is on disk. One of the same update is replaced.
     """
     final = self._path(update)
-    temporary = self._directory / f'{_TEMPORARY}{final.name}'
+    temporary = self._directory / f"{_TEMPORARY}{final.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     with ocp.StandardCheckpointer() as checkpointer:
-      checkpointer.save(temporary / 'state', state)
+      checkpointer.save(temporary / "state", state)
       checkpointer.wait_until_finished()
     _write_synced(temporary / _MANIFEST, json.dumps(_hashes(temporary)))
     shutil.rmtree(final, ignore_errors=True)
@@ -88,20 +88,20 @@ class Checkpoints:
     for update in reversed(updates):
       problem = _damage(self._path(update))
       if problem is None:
-        return update, _restore(self._path(update) / 'state', template)
+        return update, _restore(self._path(update) / "state", template)
       report(
-          f'checkpoint {self._path(update)} is damaged ({problem}); falling'
-          ' back to the one before'
+          f"checkpoint {self._path(update)} is damaged ({problem}); falling"
+          " back to the one before"
       )
     if updates:
       raise RuntimeError(
-          f'all checkpoints in {self._directory} are damaged; delete the'
-          ' folder to start the run anew'
+          f"all checkpoints in {self._directory} are damaged; delete the"
+          " folder to start the run anew"
       )
     return None
 
   def _path(self, update: int) -> pathlib.Path:
-    return self._directory / f'{update:06d}'
+    return self._directory / f"{update:06d}"
 
 
 def _restore(path: pathlib.Path, template: PyTree) -> PyTree:
@@ -114,10 +114,10 @@ def _restore(path: pathlib.Path, template: PyTree) -> PyTree:
 def _hashes(folder: pathlib.Path) -> dict[str, str]:
   """SHA-256 of every file under `folder` but the manifest, by its name."""
   hashes = {}
-  for path in sorted(folder.rglob('*')):
+  for path in sorted(folder.rglob("*")):
     if path.is_file() and path.name != _MANIFEST:
-      with path.open('rb') as file:
-        digest = hashlib.file_digest(file, 'sha256').hexdigest()
+      with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
       hashes[str(path.relative_to(folder))] = digest
   return hashes
 
@@ -127,19 +127,19 @@ def _damage(folder: pathlib.Path) -> str | None:
   try:
     expected = json.loads((folder / _MANIFEST).read_text())
   except (OSError, ValueError) as error:
-    return f'{_MANIFEST}: {error}'
+    return f"{_MANIFEST}: {error}"
   found = _hashes(folder)
   for name, digest in expected.items():
     if name not in found:
-      return f'{name} is missing'
+      return f"{name} is missing"
     if found[name] != digest:
-      return f'{name} is not what was written'
+      return f"{name} is not what was written"
   return None
 
 
 def _write_synced(path: pathlib.Path, text: str) -> None:
   """Writes a file and waits until it is on disk."""
-  with path.open('w') as file:
+  with path.open("w") as file:
     file.write(text)
     file.flush()
     os.fsync(file.fileno())

@@ -1,20 +1,17 @@
 """Accuracy on held-out prompts, by greedy decoding.
 
-  python -m experiments.evaluate --model=DIR --task=addition
+python -m experiments.evaluate --model=DIR --task=addition
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import jax
 import numpy as np
 
-from experiments import decoder
-from experiments import pretrained
+from experiments import decoder, pretrained, tasks
 from experiments import rollout as rollout_lib
-from experiments import tasks
 from experiments.tokenizer import Tokenizer
 
 PyTree = Any
@@ -45,7 +42,8 @@ def decode_completions(
   tokens = np.asarray(rollout.tokens)
   mask = np.asarray(rollout.completion_mask)
   return [
-      tokenizer.decode(row[keep]) for row, keep in zip(tokens, mask, strict=True)
+      tokenizer.decode(row[keep])
+      for row, keep in zip(tokens, mask, strict=True)
   ]
 
 

@@ -1,9 +1,9 @@
 """One update as a pure function: sketches, probe, step, merge.
 
-  gradients = Σ over micro-batches          (sketches add up exactly)
-  probe     = δlogits of the update to come (forward mode, a few responses)
-  update    = optimizer(gradients, probe)   (scaled to the KL budget)
-  params    = merge(params, update)
+gradients = Σ over micro-batches          (sketches add up exactly)
+probe     = δlogits of the update to come (forward mode, a few responses)
+update    = optimizer(gradients, probe)   (scaled to the KL budget)
+params    = merge(params, update)
 """
 
 from collections.abc import Callable, Mapping
@@ -12,14 +12,13 @@ from typing import Any
 from flax import struct
 import jax
 import jax.numpy as jnp
-import logra_jax
 import ml_collections
 import numpy as np
 import optax
 
-from experiments import grpo
-from experiments import packing
+from experiments import grpo, packing
 from experiments.rollout import Rollout
+import logra_jax
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -54,9 +53,7 @@ class Batch:
   advantages: jax.Array
 
 
-def init_state(
-    params: PyTree, tx: optax.GradientTransformation
-) -> TrainState:
+def init_state(params: PyTree, tx: optax.GradientTransformation) -> TrainState:
   """The state before the first update."""
   opt_state = logra_jax.init(tx, params)
   return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
@@ -165,7 +162,7 @@ def _probe_batch(rollout, config):
   n_new = config.rollout.max_new_tokens
   rollout = jax.tree.map(lambda x: x[probe_rows(config)], rollout)
   return {
-      # Each has another prompt.
+      # Of different prompts: nothing to share.
       "packed": packing.pack(rollout, n_new, 1),
       "completion_mask": rollout.completion_mask[:, -n_new:],
   }

@@ -6,16 +6,16 @@ numbers were true, and names in groups: `train/`, `kl/` (nats per token),
 written as `null`, so that every line is valid JSON.
 """
 
+from collections.abc import Mapping
 import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 from experiments import extras
 
-FILENAME = 'metrics.jsonl'
+FILENAME = "metrics.jsonl"
 
 
 class MetricsWriter:
@@ -40,30 +40,30 @@ class MetricsWriter:
     """
     workdir = pathlib.Path(workdir)
     path = workdir / FILENAME
-    rows = [row for row in read_rows(path) if row['update'] <= resume_at]
+    rows = [row for row in read_rows(path) if row["update"] <= resume_at]
     if resume_at == 0:
       rows = []
-    temporary = path.with_suffix('.tmp')
-    temporary.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.replace(temporary, path)
-    self._file = path.open('a')
+    self._file = path.open("a")
     self._events = None
     if tensorboard:
-      module = extras.require('tensorboardX', 'train')
+      module = extras.require("tensorboardX", "train")
       # Events after the step are hidden by TensorBoard itself.
       self._events = module.SummaryWriter(
-          str(workdir / 'tensorboard'), purge_step=resume_at + 1
+          str(workdir / "tensorboard"), purge_step=resume_at + 1
       )
 
   def write(self, update: int, values: Mapping[str, Any]) -> dict[str, Any]:
     """Writes one line at once (flushed); returns it as a dict of floats."""
-    row: dict[str, Any] = {'update': int(update)}
+    row: dict[str, Any] = {"update": int(update)}
     for name, value in values.items():
       value = float(value)
       row[name] = value if math.isfinite(value) else None
       if self._events is not None and row[name] is not None:
         self._events.add_scalar(name, value, update)
-    self._file.write(json.dumps(row, allow_nan=False) + '\n')
+    self._file.write(json.dumps(row, allow_nan=False) + "\n")
     self._file.flush()
     return row
 
@@ -90,7 +90,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   if not path.exists():
     return []
   rows = []
-  lines = path.read_text().split('\n')
+  lines = path.read_text().split("\n")
   for number, line in enumerate(lines, start=1):
     if not line:
       continue
@@ -100,14 +100,14 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
       if number == len(lines):  # No newline after it: torn by a kill.
         break
       raise ValueError(
-          f'{path}, line {number} is not JSON ({error}); remove that line'
+          f"{path}, line {number} is not JSON ({error}); remove that line"
       ) from error
   return rows
 
 
 def column(rows: list[dict[str, Any]], name: str) -> tuple[list, list]:
   """The updates and the values of one metric, where it was written."""
-  found = [(row['update'], row[name]) for row in rows if name in row]
+  found = [(row["update"], row[name]) for row in rows if name in row]
   return [update for update, _ in found], [
       math.nan if value is None else value for _, value in found
   ]

@@ -10,9 +10,10 @@ import re
 from typing import Any
 
 import jax
-import logra_jax
 import ml_collections
 import optax
+
+import logra_jax
 
 TARGETS = r"(.*/)?(q|k|v|o|gate|up|down)_proj/kernel"
 

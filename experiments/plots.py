@@ -1,6 +1,6 @@
 """Draws a run from its metrics file: reward, and KL beside its budget.
 
-  python -m experiments.plots WORKDIR
+python -m experiments.plots WORKDIR
 """
 
 import os
@@ -25,28 +25,33 @@ def draw_run(workdir: str | os.PathLike[str]) -> pathlib.Path:
   """
   path = pathlib.Path(workdir) / metrics.FILENAME
   rows = metrics.read_rows(path)
-  if not metrics.column(rows, 'train/reward')[0]:
+  if not metrics.column(rows, "train/reward")[0]:
     raise ValueError(
-        f'{path} has no updates to draw; pass the --workdir of a run'
+        f"{path} has no updates to draw; pass the --workdir of a run"
     )
-  figure_module = extras.require('matplotlib.figure', 'train')
+  out = path.with_name("run.png")
+  figure_of(rows).savefig(out, dpi=150)
+  return out
+
+
+def figure_of(rows: list[dict[str, Any]]) -> Any:
+  """The picture of `metrics.read_rows`, as a matplotlib `Figure`."""
+  figure_module = extras.require("matplotlib.figure", "train")
   # A Figure of its own needs no display and leaves pyplot's state alone.
-  figure = figure_module.Figure(figsize=(10, 4), layout='constrained')
+  figure = figure_module.Figure(figsize=(10, 4), layout="constrained")
   reward, kl = figure.subplots(1, 2)
   _draw_reward(reward, rows)
   _draw_kl(kl, rows)
-  out = path.with_name('run.png')
-  figure.savefig(out, dpi=150)
-  return out
+  return figure
 
 
 def _draw_reward(axes: Any, rows: list[dict[str, Any]]) -> None:
   """Mean reward of each update's rollouts, and held-out accuracy."""
-  axes.plot(*metrics.column(rows, 'train/reward'), label='training (sampled)')
-  updates, accuracy = metrics.column(rows, 'eval/accuracy')
+  axes.plot(*metrics.column(rows, "train/reward"), label="training (sampled)")
+  updates, accuracy = metrics.column(rows, "eval/accuracy")
   if updates:
-    axes.plot(updates, accuracy, 'o--', label='held-out (greedy)')
-  axes.set(title='reward', xlabel='update', ylabel='mean reward')
+    axes.plot(updates, accuracy, "o--", label="held-out (greedy)")
+  axes.set(title="reward", xlabel="update", ylabel="mean reward")
   axes.set_ylim(bottom=0.0)
   axes.grid(alpha=0.3)
   axes.legend()
@@ -54,12 +59,12 @@ def _draw_reward(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 def _draw_kl(axes: Any, rows: list[dict[str, Any]]) -> None:
   """KL divergence per token of each update: promised, measured, allowed."""
-  styles = {'predicted': 'o-', 'realised': 'x-', 'budget': 'k--'}
+  styles = {"predicted": "o-", "realised": "x-", "budget": "k--"}
   for name, style in styles.items():
-    updates, values = metrics.column(rows, f'kl/{name}')
+    updates, values = metrics.column(rows, f"kl/{name}")
     if updates:
       axes.plot(updates, values, style, label=name, markersize=4)
-  axes.set(title='KL per update', xlabel='update', ylabel='nats per token')
+  axes.set(title="KL per update", xlabel="update", ylabel="nats per token")
   axes.set_ylim(bottom=0.0)
   axes.grid(alpha=0.3)
   axes.legend()
@@ -67,12 +72,12 @@ def _draw_kl(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
   if len(sys.argv) != 2:
-    sys.exit('usage: python -m experiments.plots WORKDIR')
+    sys.exit("usage: python -m experiments.plots WORKDIR")
   try:
     print(draw_run(sys.argv[1]))
   except ValueError as error:
     sys.exit(str(error))
 
 
-if __name__ == '__main__':
+if __name__ == "__main__":
   main()

@@ -51,8 +51,10 @@ class Progress:
       self._bar.set_postfix_str(text, refresh=False)
       self._bar.update()
     else:
-      say(f"update {update:>{len(str(self._total))}}/{self._total}  {text}"
-          f"  {seconds:.1f} s")
+      say(
+          f"update {update:>{len(str(self._total))}}/{self._total}  {text}"
+          f"  {seconds:.1f} s"
+      )
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -3,10 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from experiments import decoder
-from experiments import extras
-from experiments import pretrained
-from experiments import tokenizer
+from experiments import decoder, extras, pretrained, tokenizer
 
 
 def make_tiny(seed: int) -> pretrained.Pretrained:
@@ -33,9 +30,9 @@ def make_tiny(seed: int) -> pretrained.Pretrained:
       tied_head=True,
       max_length=64,
   )
-  params = decoder.Decoder(config).init(
-      jax.random.key(seed), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
+  init = jax.jit(decoder.Decoder(config).init)
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  params = init(jax.random.key(seed), tokens)["params"]
   return pretrained.Pretrained(config, params, _make_tokenizer(words))
 
 
@@ -47,11 +44,13 @@ def _make_tokenizer(words: list[str]) -> tokenizer.Tokenizer:
           {word: i for i, word in enumerate(words)}, unk_token="<unk>"
       )
   )
-  backend.pre_tokenizer = lib.pre_tokenizers.Sequence([
-      lib.pre_tokenizers.WhitespaceSplit(),
-      lib.pre_tokenizers.Digits(individual_digits=True),
-      lib.pre_tokenizers.Punctuation(),
-  ])
+  backend.pre_tokenizer = lib.pre_tokenizers.Sequence(
+      [
+          lib.pre_tokenizers.WhitespaceSplit(),
+          lib.pre_tokenizers.Digits(individual_digits=True),
+          lib.pre_tokenizers.Punctuation(),
+      ]
+  )
   backend.decoder = lib.decoders.Fuse()  # Digits are written together.
   backend.add_special_tokens(["<pad>", "<eos>"])
   template = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -14,29 +14,29 @@ import sys
 import time
 from typing import Any
 
-from absl import app
-from absl import flags
-from absl import logging
+from absl import app, flags, logging
 import jax
-import logra_jax
 import ml_collections
 from ml_collections import config_flags
 import numpy as np
 
-from experiments import checkpoints
-from experiments import decoder
-from experiments import evaluate
-from experiments import grpo
-from experiments import learner
+from experiments import (
+    checkpoints,
+    decoder,
+    evaluate,
+    grpo,
+    learner,
+    optimizers,
+    plots,
+    pretrained,
+    progress,
+    tasks,
+    tiny,
+)
 from experiments import metrics as metrics_lib
-from experiments import optimizers
-from experiments import plots
-from experiments import pretrained
-from experiments import progress
 from experiments import rollout as rollout_lib
-from experiments import tasks
-from experiments import tiny
 from experiments import workdir as workdir_lib
+import logra_jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +87,7 @@ def train(
   accuracy = metrics_lib.column(
       metrics_lib.read_rows(path / metrics_lib.FILENAME), "eval/accuracy"
   )
-  return Result(
-      update, stop.signal, dict(zip(*accuracy, strict=True)), state
-  )
+  return Result(update, stop.signal, dict(zip(*accuracy, strict=True)), state)
 
 
 def check_config(config: ml_collections.ConfigDict) -> None:
@@ -302,9 +300,7 @@ class _Run:
 class _Pending:
   """Metrics of an update that may still be running."""
 
-  def __init__(
-      self, writer: metrics_lib.MetricsWriter, bar: progress.Progress
-  ):
+  def __init__(self, writer: metrics_lib.MetricsWriter, bar: progress.Progress):
     self._writer = writer
     self._bar = bar
     self._waiting: tuple[int, float, dict[str, Any]] | None = None
@@ -368,10 +364,10 @@ def main(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 if __name__ == "__main__":
-  _CONFIG = config_flags.DEFINE_config_file(
+  config_flags.DEFINE_config_file(
       "config", None, "Path of a config.", lock_config=True
   )
-  _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run.")
+  flags.DEFINE_string("workdir", None, "Directory of the run.")
   flags.DEFINE_bool("traceback", False, "Show where an error comes from.")
   flags.mark_flags_as_required(["config", "workdir"])
-  app.run(lambda argv: main(_CONFIG.value, _WORKDIR.value))
+  app.run(lambda argv: main(flags.FLAGS.config, flags.FLAGS.workdir))

@@ -1,5 +1,6 @@
 """What a run needs from its directory and from the operating system."""
 
+from collections.abc import Iterator
 import contextlib
 import json
 import os
@@ -7,7 +8,6 @@ import pathlib
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import ml_collections

@@ -3,7 +3,7 @@
 Command: python -m experiments.train --config=experiments/configs/tiny.py
   --workdir=/tmp/tiny
 Cost: ten seconds on one CPU core, nearly all of it compilation.
-Expected: it runs; the mean reward rises from 0.05 towards 0.1.
+Expected: it runs; it runs, and moves; six updates teach nothing yet.
 """
 
 import ml_collections
@@ -16,13 +16,16 @@ def get_config() -> ml_collections.ConfigDict:
   c = quickstart.get_config().unlock()
   c.model = "tiny"
   c.updates = 6
-  c.rollout.prompts = 4
+  c.rollout.prompts = 8
   c.rollout.responses = 8
   c.rollout.temperature = 1.0
   c.rollout.max_prompt_tokens = 16
   c.rollout.max_new_tokens = 3
   c.loss.micro_batch = 16
+  c.loss.pack = 4
   c.optimizer.rank = 4
+  c.optimizer.learning_rate = 1e-2
+  c.kl.budget = c.kl.final_budget = 1e-2
   c.evaluate.every = 3
   c.checkpoint.every = 2
   c.tensorboard = False
