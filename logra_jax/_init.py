@@ -19,7 +19,7 @@ def _owners(params: Any, plans: list[_state.Plan]) -> dict[str, Any]:
   Longest paths first: a state's path may end in several parameters' paths.
   """
   paths = _paths.flatten(params)[0]
-  owners: dict[str, Any] = {p: "" for p in sorted(paths, key=len)[::-1]}
+  owners: dict[str, Any] = dict.fromkeys(sorted(paths, key=len)[::-1], "")
   for plan in plans:
     owners |= {target.path: target for target in plan.targets}
     owners |= dict.fromkeys(plan.dense, "dense")

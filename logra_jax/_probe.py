@@ -1,13 +1,13 @@
 """Predicted and realised KL of an update, from the policy's own logits."""
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from logra_jax import _state
 
