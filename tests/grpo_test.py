@@ -1,0 +1,404 @@
+"""Tests of advantages, log-probs and loss against float64 NumPy oracles."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import grpo
+
+_B, _T, _D, _V = 3, 11, 5, 37
+_START = 4
+_LENGTHS = (7, 0, 3)  # Full, empty and short completions.
+_CLIPS = (0.2, 0.3)
+
+
+@functools.cache
+def _batch():
+  """Arrays of three responses, prompts of `_START` tokens."""
+  rng = np.random.default_rng(0)
+  positions = np.arange(_T)[None]
+  lengths = np.asarray(_LENGTHS)[:, None]
+  mask = (positions >= _START) & (positions < _START + lengths)
+  valid = (positions >= np.asarray([[0], [2], [1]])) & (
+      positions < _START + lengths
+  )
+  return {
+      "tokens": rng.integers(_V, size=(_B, _T)).astype(np.int32),
+      "valid": valid,
+      "completion_mask": mask,
+  }
+
+
+@functools.cache
+def _params():
+  rng = np.random.default_rng(1)
+  return {
+      "embedding": rng.normal(size=(_V, _D)).astype(np.float32),
+      "head": rng.normal(size=(_D, _V)).astype(np.float32),
+  }
+
+
+def _hidden(params, tokens, valid):
+  """A causal mean of embeddings of the valid tokens."""
+  x = params["embedding"][tokens] * valid[..., None]
+  return jnp.tanh(jnp.cumsum(x, axis=1))
+
+
+def _head(params, hidden):
+  return hidden @ params["head"]
+
+
+def _statistics(params, temperature=0.7, chunk_size=8, start=_START):
+  return grpo.token_statistics(
+      _hidden,
+      _head,
+      params,
+      **_batch(),
+      temperature=temperature,
+      chunk_size=chunk_size,
+      start=start,
+  )
+
+
+def _log_softmax(logits):
+  shifted = logits - logits.max(axis=-1, keepdims=True)
+  return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def _oracle_statistics(params, temperature):
+  """Log-probs and entropies in float64, a loop over the masked tokens."""
+  params = {name: np.float64(value) for name, value in params.items()}
+  batch = _batch()
+  log_probs, entropy = np.zeros((2, _B, _T))
+  for b, t in zip(*np.nonzero(batch["completion_mask"]), strict=True):
+    seen = batch["tokens"][b, :t][batch["valid"][b, :t]]
+    hidden = np.tanh(params["embedding"][seen].sum(axis=0))
+    log_p = _log_softmax(hidden @ params["head"] / temperature)
+    log_probs[b, t] = log_p[batch["tokens"][b, t]]
+    entropy[b, t] = -np.sum(np.exp(log_p) * log_p)
+  return log_probs, entropy
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize("chunk_size", [1, 6, 7, 1000])
+@pytest.mark.parametrize("start", [1, _START])
+def test_statistics(temperature, chunk_size, start):
+  found = _statistics(_params(), temperature, chunk_size, start)
+  expected = _oracle_statistics(_params(), temperature)
+  for one, right in zip(found, expected, strict=True):
+    assert one.shape == (_B, _T) and one.dtype == jnp.float32
+    np.testing.assert_allclose(one, right, atol=3e-6)
+  # Another temperature would have been noticed.
+  assert np.max(np.abs(found[0] - _oracle_statistics(_params(), 1.0)[0])) > 0.1
+
+
+def test_log_probs_are_the_first_statistic():
+  found = grpo.token_log_probs(
+      _hidden,
+      _head,
+      _params(),
+      **_batch(),
+      temperature=0.7,
+      chunk_size=8,
+      start=_START,
+  )
+  np.testing.assert_array_equal(found, _statistics(_params())[0])
+
+
+@pytest.mark.parametrize("chunk_size", [6, 1000])
+def test_gradient_of_log_probs(chunk_size):
+  weights = np.random.default_rng(2).normal(size=(_B, _T))
+
+  def loss(params):
+    log_probs, entropy = _statistics(params, chunk_size=chunk_size)
+    # The entropy must not contribute.
+    return jnp.sum(weights * log_probs) + jnp.sum(entropy)
+
+  def oracle(params):
+    return np.sum(weights * _oracle_statistics(params, 0.7)[0])
+
+  params = _params()
+  grads = jax.grad(loss)(params)
+  for name, value in params.items():
+    # Along the gradient and along a random direction.
+    rng = np.random.default_rng(3)
+    for direction in (np.float64(grads[name]), rng.normal(size=value.shape)):
+      direction = direction / np.linalg.norm(direction)
+      step = 1e-5
+      ends = [
+          oracle(params | {name: np.float64(value) + sign * step * direction})
+          for sign in (1, -1)
+      ]
+      slope = (ends[0] - ends[1]) / (2 * step)
+      found = np.sum(np.float64(grads[name]) * direction)
+      np.testing.assert_allclose(found, slope, rtol=1e-4, atol=1e-4)
+      assert abs(slope) > 1e-2
+
+
+def test_chunks_without_completion_tokens_are_skipped():
+  calls = []
+
+  def head(params, hidden):
+    jax.debug.callback(lambda: calls.append(1))
+    return _head(params, hidden)
+
+  def count(mask):
+    calls.clear()
+    out = grpo.token_log_probs(
+        _hidden,
+        head,
+        _params(),
+        _batch()["tokens"],
+        _batch()["valid"],
+        mask,
+        temperature=0.7,
+        chunk_size=2 * _B,
+    )
+    jax.block_until_ready(out)
+    jax.effects_barrier()
+    return len(calls)
+
+  # Chunks of two positions begin at 1, 3, 5, 7, 9: tokens at 4 to 10.
+  assert count(_batch()["completion_mask"]) == 4
+  short = _batch()["completion_mask"] & (np.asarray(_LENGTHS) < 7)[:, None]
+  assert count(short) == 2  # At 4 to 6.
+  assert count(np.zeros((_B, _T), bool)) == 0
+
+
+def test_no_buffer_holds_all_logits():
+  def loss(params):
+    return jnp.sum(_statistics(params, chunk_size=_B)[0])
+
+  text = jax.jit(jax.grad(loss)).lower(_params()).compile().as_text()
+  # Logits of one position of the batch, in either layout.
+  assert "f32[3,37]" in text or "f32[3,1,37]" in text
+  for shape in ("3,7,37", "7,3,37", "7,3,1,37", "21,37", "3,10,37", "3,11,37"):
+    assert f"f32[{shape}]" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
+        ({"temperature": float("nan")}, "temperature must be .* got nan"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1 token, got 0"),
+        ({"start": 0}, "start must be between 1 and T - 1 = 10, got 0"),
+        ({"start": 11}, "start must be between 1 and T - 1 = 10, got 11"),
+    ],
+)
+def test_bad_statistics_arguments(options, message):
+  with pytest.raises(ValueError, match=message):
+    _statistics(_params(), **options)
+
+
+def test_group_advantages():
+  rewards = [1.0, 0.0, 0.0, 1.0, 0.5, 2.0, -1.0, 0.25]
+  groups = np.asarray(rewards).reshape(2, 4)
+  centred = groups - groups.mean(axis=1, keepdims=True)
+  expected = centred / (groups.std(axis=1, keepdims=True) + 1e-4)
+  found = grpo.group_advantages(jnp.asarray(rewards), 4)
+  np.testing.assert_allclose(found, expected.reshape(-1), rtol=1e-5)
+  assert found.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1e-30, 1 / 3, -7e8])
+@pytest.mark.parametrize("group_size", [2, 3, 7, 8])
+def test_equal_rewards_have_no_advantage(value, group_size):
+  rewards = jnp.full(2 * group_size, value)
+  found = grpo.group_advantages(rewards, group_size)
+  np.testing.assert_array_equal(found, 0.0)
+
+
+def test_groups_do_not_mix():
+  found = grpo.group_advantages(jnp.asarray([0.0, 0.0, 0.0, 1.0]), 2)
+  np.testing.assert_array_equal(found[:2], 0.0)
+  np.testing.assert_allclose(found[2:], [-1, 1], rtol=1e-3)
+
+
+@pytest.mark.parametrize("group_size", [0, 1, 3])
+def test_bad_group_size(group_size):
+  with pytest.raises(ValueError, match=f"4 rewards, got {group_size}"):
+    grpo.group_advantages(jnp.zeros(4), group_size)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (0,), ()])
+def test_bad_rewards(shape):
+  with pytest.raises(ValueError, match="rewards must have shape"):
+    grpo.group_advantages(jnp.zeros(shape), 2)
+
+
+def _loss_inputs(seed=0, scale=0.3):
+  rng = np.random.default_rng(seed)
+  old = -rng.uniform(0.1, 3.0, size=(_B, _T))
+  return {
+      "log_probs": old + rng.normal(0, scale, size=(_B, _T)),
+      "old_log_probs": old,
+      "advantages": np.asarray([1.5, -0.7, -0.4]),
+      "completion_mask": _batch()["completion_mask"],
+  }
+
+
+def _oracle_loss(
+    log_probs, old_log_probs, advantages, completion_mask, normalizer
+):
+  """Loss and metrics, a loop over tokens in float64."""
+  loss, ratios, clipped, kl = 0.0, [], [], []
+  for b, t in zip(*np.nonzero(completion_mask), strict=True):
+    log_ratio = np.clip(log_probs[b, t] - old_log_probs[b, t], -20, 20)
+    ratio = np.exp(log_ratio)
+    free = ratio * advantages[b]
+    bounded = min(max(ratio, 1 - _CLIPS[0]), 1 + _CLIPS[1]) * advantages[b]
+    loss -= min(free, bounded) / normalizer
+    ratios.append(ratio)
+    clipped.append(bounded < free)
+    kl.append(ratio - 1 - log_ratio)
+  metrics = {
+      "tokens": len(ratios),
+      "ratio_mean": np.mean(ratios) if ratios else 0.0,
+      "ratio_max": np.max(ratios) if ratios else 0.0,
+      "clip_fraction": np.mean(clipped) if clipped else 0.0,
+      "kl": np.mean(kl) if kl else 0.0,
+  }
+  return loss, metrics
+
+
+def _loss(normalizer=10.0, **inputs):
+  inputs = {name: jnp.asarray(value) for name, value in inputs.items()}
+  return grpo.grpo_loss(
+      **inputs,
+      clip_low=_CLIPS[0],
+      clip_high=_CLIPS[1],
+      normalizer=normalizer,
+  )
+
+
+@pytest.mark.parametrize(
+    ("scale", "clips"), [(0.0, False), (0.01, False), (0.3, True), (2.0, True)]
+)
+def test_loss_and_metrics(scale, clips):
+  inputs = _loss_inputs(scale=scale)
+  loss, metrics = _loss(**inputs)
+  expected, expected_metrics = _oracle_loss(**inputs, normalizer=10.0)
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  assert metrics.keys() == expected_metrics.keys()
+  for name, value in expected_metrics.items():
+    np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-7)
+  assert (metrics["clip_fraction"] > 0) == clips
+
+
+@pytest.mark.parametrize("scale", [0.3, 2.0])
+def test_loss_gradient(scale):
+  inputs = _loss_inputs(scale=scale)
+  grads = jax.grad(lambda x: _loss(**(inputs | {"log_probs": x}))[0])(
+      jnp.asarray(inputs["log_probs"])
+  )
+  expected = np.zeros((_B, _T))
+  for index in np.ndindex(_B, _T):
+    ends = []
+    for step in (1e-6, -1e-6):
+      moved = inputs["log_probs"].copy()
+      moved[index] += step
+      changed = inputs | {"log_probs": moved}
+      ends.append(_oracle_loss(**changed, normalizer=10.0)[0])
+    expected[index] = (ends[0] - ends[1]) / 2e-6
+  np.testing.assert_allclose(grads, expected, rtol=1e-3, atol=1e-6)
+  # Some tokens are clipped and have none; some are not.
+  zero = np.asarray(grads)[inputs["completion_mask"]] == 0
+  assert zero.any() and not zero.all()
+
+
+def test_on_policy_gradient_is_the_policy_gradient():
+  inputs = _loss_inputs(scale=0.0)
+  grads = jax.grad(lambda x: _loss(**(inputs | {"log_probs": x}))[0])(
+      jnp.asarray(inputs["log_probs"])
+  )
+  expected = -inputs["advantages"][:, None] * inputs["completion_mask"] / 10.0
+  np.testing.assert_allclose(grads, expected, rtol=1e-6)
+
+
+def test_equal_rewards_give_no_gradient():
+  inputs = _loss_inputs() | {
+      "advantages": grpo.group_advantages(jnp.full(_B, 0.1), _B)
+  }
+  grads = jax.grad(lambda x: _loss(**(inputs | {"log_probs": x}))[0])(
+      jnp.asarray(inputs["log_probs"])
+  )
+  np.testing.assert_array_equal(grads, 0.0)
+
+
+def test_micro_batches_add_up():
+  inputs = _loss_inputs()
+  loss, metrics = _loss(**inputs)
+  parts = [
+      _loss(**{name: value[b : b + 1] for name, value in inputs.items()})
+      for b in range(_B)
+  ]
+  np.testing.assert_allclose(sum(part[0] for part in parts), loss, rtol=1e-5)
+  stacked = jax.tree.map(lambda *x: jnp.stack(x), *(m for _, m in parts))
+  merged = grpo.merge_metrics(stacked)
+  assert merged.keys() == metrics.keys()
+  for name, value in metrics.items():
+    np.testing.assert_allclose(merged[name], value, rtol=1e-5)
+  # A plain mean over micro-batches would be another number.
+  assert abs(np.mean(stacked["kl"]) - metrics["kl"]) > 1e-4
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])
+def test_nothing_outside_the_mask_counts(garbage):
+  inputs = _loss_inputs()
+  outside = ~inputs["completion_mask"]
+  dirty = dict(inputs)
+  for name in ("log_probs", "old_log_probs"):
+    dirty[name] = np.where(outside, garbage, inputs[name])
+  loss = lambda x: _loss(**(dirty | {"log_probs": x}))[0]
+  assert loss(dirty["log_probs"]) == _loss(**inputs)[0]
+  grads = jax.grad(loss)(jnp.asarray(dirty["log_probs"]))
+  np.testing.assert_array_equal(grads[outside], 0.0)
+  assert np.all(np.isfinite(grads))
+
+
+def test_no_completion_token_at_all():
+  inputs = _loss_inputs() | {"completion_mask": np.zeros((_B, _T), bool)}
+  loss, metrics = _loss(**inputs)
+  assert loss == 0.0
+  assert all(value == 0.0 for value in metrics.values())
+  merged = grpo.merge_metrics(jax.tree.map(lambda x: x[None], metrics))
+  assert all(value == 0.0 for value in merged.values())
+
+
+@pytest.mark.parametrize("gap", [100.0, -100.0])
+def test_huge_ratios_stay_finite(gap):
+  inputs = _loss_inputs(scale=0.0)
+  inputs["log_probs"] = inputs["old_log_probs"] + gap
+  loss, metrics = _loss(**inputs)
+  expected, expected_metrics = _oracle_loss(**inputs, normalizer=10.0)
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  for name, value in expected_metrics.items():
+    np.testing.assert_allclose(metrics[name], value, rtol=1e-5)
+  np.testing.assert_allclose(metrics["ratio_max"], np.exp(np.sign(gap) * 20.0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"log_probs": np.zeros((_B, 1))}, "must have one shape"),
+        ({"old_log_probs": np.zeros((_B,))}, "must have one shape"),
+        ({"advantages": np.zeros((_B, 1))}, r"advantages must have shape \(3,"),
+        ({"advantages": np.zeros(())}, r"advantages must have shape \(3,"),
+        ({"completion_mask": np.ones((_B, _T))}, "must be bool, got float"),
+    ],
+)
+def test_bad_loss_arrays(changed, message):
+  with pytest.raises(ValueError, match=message):
+    _loss(**(_loss_inputs() | changed))
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(-0.1, 0.2), (1.1, 0.2), (0.2, -0.1), (float("nan"), 0.2)]
+)
+def test_bad_clips(low, high):
+  with pytest.raises(ValueError, match=f"got {low} and {high}"):
+    grpo.grpo_loss(**_loss_inputs(), clip_low=low, clip_high=high, normalizer=1)
