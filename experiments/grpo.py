@@ -5,13 +5,13 @@ V vocabulary. Everything is aligned to tokens: entry t belongs to token t,
 whose logits come from position t - 1.
 """
 
-import functools
 from collections.abc import Callable, Mapping
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+import jax.numpy as jnp
 
 # Ratios beyond e^±20 mean that sampler and trainer disagree altogether; the
 # clamp keeps the loss and its metrics finite there.

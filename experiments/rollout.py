@@ -4,15 +4,15 @@ Axis letters: N prompts, B responses, P padded prompt tokens, C new tokens,
 T = P + C, V vocabulary.
 """
 
-import functools
 from collections.abc import Sequence
+import functools
 from typing import Any
 
+from flax import struct
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jax import lax
 
 from experiments import decoder
 

@@ -4,6 +4,7 @@ A task is resumable from its position alone: `train(index)` is a pure function
 of the task's seed and the index. Held-out prompts are never trained on.
 """
 
+from collections.abc import Sequence
 import decimal
 import difflib
 import functools
@@ -11,7 +12,6 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
