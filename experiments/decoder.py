@@ -9,10 +9,10 @@ H features per head, V vocabulary.
 import dataclasses
 import math
 
-import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
+import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from logra_jax import linen as lnn

@@ -1,11 +1,12 @@
 """Reads a model from one GGUF file: weights, configuration, tokenizer."""
 
+from collections.abc import Mapping
 import pathlib
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
+import numpy as np
 
 from experiments import stacking
 from experiments import tokenizer as tokenizer_lib
@@ -95,7 +96,7 @@ def load(
 
 def read_file(
     path: str | pathlib.Path,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
   """A GGUF file's metadata, and its tensors as stored on disk.
 
   Args:
@@ -125,7 +126,7 @@ def read_file(
   return metadata, tensors
 
 
-def _config(metadata: _Metadata, tensors: Any, param_dtype) -> DecoderConfig:
+def _config(metadata, tensors, param_dtype):
   """The decoder's configuration from the file's metadata."""
   family = metadata["general.architecture"]
   if family not in _FAMILIES:

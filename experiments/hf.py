@@ -1,14 +1,14 @@
 """Reads a Hugging Face model directory, and writes one."""
 
+from collections.abc import Mapping
 import json
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import ml_dtypes  # noqa: F401  (lets NumPy read bfloat16)
 import numpy as np
-from jax.typing import DTypeLike
 
 from experiments import stacking
 from experiments import tokenizer as tokenizer_lib
@@ -224,7 +224,7 @@ def _eos_ids(directory, raw):
   generation = directory / "generation_config.json"
   if generation.is_file():
     found.append(_Json(generation, {"eos_token_id": None})["eos_token_id"])
-  ids: list[int] = []
+  ids = []
   for value in found:
     ids.extend(value if isinstance(value, list) else [value])
   return [i for i in ids if i is not None]
@@ -320,8 +320,8 @@ def save(
   for old in (*directory.glob("model*.safetensors"), directory / _INDEX):
     old.unlink(missing_ok=True)
   _dump(directory / "config.json", fields)
-  generation = {"eos_token_id": list(tokenizer.eos_ids)}
-  generation["pad_token_id"] = tokenizer.pad_id
+  eos_ids = list(tokenizer.eos_ids)
+  generation = {"eos_token_id": eos_ids, "pad_token_id": tokenizer.pad_id}
   _dump(directory / "generation_config.json", generation)
   tokenizer.save(directory)
   save_file = require("safetensors.numpy", "train").save_file
@@ -332,6 +332,8 @@ def save(
       file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
     arrays = {name: value() for name, value in shard.items()}
     save_file(arrays, directory / file, metadata={"format": "pt"})
+    # The package lets nobody but the owner read what it writes.
+    (directory / file).chmod((directory / "config.json").stat().st_mode)
     weight_map.update(dict.fromkeys(shard, file))
   if len(shards) > 1:
     metadata = {"total_size": total}
@@ -350,7 +352,7 @@ def _plan(config, params, dtype, max_shard_bytes):
 
     return run
 
-  shards: list[dict] = [{}]
+  shards = [{}]
   size = total = 0
   for path, layer, value in stacking.unstack(config, params):
     n_items = value.size if layer is None else value.size // config.n_layers

@@ -43,15 +43,18 @@ def load(
   """
   path = pathlib.Path(path)
   if path.is_dir():
-    from experiments import hf as reader
-  elif not path.exists():
+    # Imported here, since each needs a package that the other does not.
+    from experiments import hf
+
+    return Pretrained(*hf.load(path, param_dtype))
+  if not path.exists():
     raise FileNotFoundError(
         f"no model at {path}: give a Hugging Face directory or a .gguf file"
     )
-  elif path.suffix != ".gguf":
+  if path.suffix != ".gguf":
     raise ValueError(
         f"{path} is neither a Hugging Face directory nor a .gguf file"
     )
-  else:
-    from experiments import gguf as reader
-  return Pretrained(*reader.load(path, param_dtype))
+  from experiments import gguf
+
+  return Pretrained(*gguf.load(path, param_dtype))

@@ -6,10 +6,10 @@ A parameter is named by its path in the decoder's tree, such as
 
 from collections.abc import Callable, Iterator
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 
 from experiments.decoder import Decoder, DecoderConfig
 

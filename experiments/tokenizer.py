@@ -4,9 +4,9 @@ Byte-level BPE by the `tokenizers` package, from a Hugging Face directory or
 from the metadata of a GGUF file.
 """
 
+from collections.abc import Mapping, Sequence
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.extras import require

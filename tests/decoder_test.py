@@ -4,11 +4,11 @@ import dataclasses
 import pathlib
 
 import chex
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import traverse_util
 
 from experiments import pretrained, stacking
 from experiments.decoder import Decoder, DecoderConfig, init_cache

@@ -72,6 +72,8 @@ def test_what_is_saved_has_the_tensors_that_transformers_wrote(
   ours = safetensors.load_file(tmp_path / "model.safetensors")
   theirs = safetensors.load_file(GOLDEN / family / "model.safetensors")
   assert ours.keys() == theirs.keys()
+  mode = lambda name: (tmp_path / name).stat().st_mode
+  assert mode("model.safetensors") == mode("config.json")
   for name, value in theirs.items():
     assert ours[name].dtype == value.dtype
     np.testing.assert_array_equal(ours[name], value)
