@@ -5,12 +5,14 @@ later pass (backward, probe, merge) draws the same one. Entries have variance
 `1 / rank`, hence `E[Aᵀ A] = I` and `Aᵀ (A G)` is an unbiased estimate of `G`.
 """
 
+import functools
 import math
 import zlib
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 _WORD = 32  # random bits in one draw of the generator
 
@@ -111,5 +113,6 @@ def gram_norm_squared(basis: jax.Array, factor: jax.Array) -> jax.Array:
     basis: `A [*batch, rank, d_in]` float32.
     factor: `D [*batch, rank, d_out]` float32.
   """
-  gram = jnp.einsum("...ri,...si->...rs", basis, basis)
-  return jnp.sum(factor * jnp.einsum("...rs,...so->...ro", gram, factor))
+  einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+  gram = einsum("...ri,...si->...rs", basis, basis)
+  return jnp.sum(factor * einsum("...rs,...so->...ro", gram, factor))

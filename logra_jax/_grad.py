@@ -23,7 +23,7 @@ def _check_foreign_states(opt_state: Any, view: _state.View) -> None:
     target, _, state = view.targets[owner]
     value = leaf.value if isinstance(leaf, _state.Update) else leaf
     shape = value.shape
-    if shape == target.shape:
+    if shape == target.shape != target.thin:
       raise ValueError(
           f"opt_state has a dense array {shape} at {where!r}, for a target"
           " whose updates are thin; make the state with"
@@ -31,7 +31,8 @@ def _check_foreign_states(opt_state: Any, view: _state.View) -> None:
           " sketch(inner=...)"
       )
     # What MultiSteps adds up is used up within one basis.
-    if state.plan.refresh and "acc_grads" not in where:
+    stale = state.plan.refresh and shape == target.thin
+    if stale and "acc_grads" not in where:
       raise ValueError(
           f"opt_state keeps a moment of thin coordinates at {where!r}, which"
           " a refreshed basis makes stale; use sketch(refresh=False)"

@@ -37,7 +37,9 @@ def _merge_one(
   """`W + Aᵀ D + decay · W` of one matrix, in float32, then cast."""
   basis = target.basis(key_data)
   # [d_in, d_out] = [rank, d_in]ᵀ @ [rank, d_out]
-  delta = jnp.einsum("ri,ro->io", basis, factor).reshape(kernel.shape)
+  delta = jnp.einsum(
+      "ri,ro->io", basis, factor, precision=lax.Precision.HIGHEST
+  ).reshape(kernel.shape)
   wide = jnp.promote_types(kernel.dtype, jnp.float32)
   merged = (1 + decay) * kernel.astype(wide) + delta
   return _round_to(merged, kernel.dtype, round_key)
@@ -116,7 +118,10 @@ def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
 def _rounding_key(opt_state: Any) -> jax.Array:
   """A key of all seeds and counts in the state: new noise for every update."""
   key = jax.random.key(0, impl="threefry2x32")
-  for path, leaf in _paths.flatten(opt_state)[0].items():
-    if path.split("/")[-1] in ("seed", "count", "gradient_step"):
+  for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+    name = _paths.path_string(path).split("/")[-1]
+    # A parameter may bear such a name too; its moments are no counters.
+    counts = leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)
+    if counts and name in ("seed", "count", "gradient_step"):
       key = jax.random.fold_in(key, leaf)
   return key

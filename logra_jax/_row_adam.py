@@ -1,5 +1,6 @@
 """RowAdam: one second moment for each output unit."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +13,19 @@ class ScaleByRowAdamState(NamedTuple):
 
   Attributes:
     count: int32 scalar, updates so far.
-    v: per array `[*batch, d_out]` float32, mean square of each column.
+    rms: per array `[*batch, d_out]` float32, `√v`: unlike v it neither
+      overflows nor vanishes for any float32 sketch.
   """
 
   count: jax.Array
-  v: Any
+  rms: Any
+
+
+def _rms(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+  """Root mean square over axes; no square overflows or vanishes."""
+  peak = jnp.max(jnp.abs(x), axis, keepdims=True)
+  unit = x / jnp.where(peak > 0, peak, 1.0)
+  return peak.squeeze(axis) * jnp.sqrt(jnp.mean(jnp.square(unit), axis))
 
 
 def _plain(sketch: jax.Array, rms: jax.Array, eps: float) -> jax.Array:
@@ -28,12 +37,12 @@ def _norm_preserving(
 ) -> jax.Array:
   """Columns divided by their RMS, at the norm the sketch itself has."""
   mean = jnp.mean(rms, axis=-1, keepdims=True)
-  # mean / rms is dimensionless: neither tiny nor huge gradients overflow it.
-  inverse = jnp.where(mean > 0, mean / (rms + eps * mean), 0.0)
+  # rms / mean is dimensionless: neither tiny nor huge gradients overflow it.
+  inverse = 1.0 / (rms / jnp.where(mean > 0, mean, 1.0) + eps)
   direction = sketch * inverse[..., None, :]
-  norm = lambda x: jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
-  size = norm(direction)
-  return jnp.where(size > 0, direction * (norm(sketch) / size), 0.0)
+  size = _rms(direction, (-2, -1))
+  ratio = jnp.where(size > 0, _rms(sketch, (-2, -1)) / size, 0.0)
+  return direction * ratio[..., None, None]
 
 
 def scale_by_row_adam(
@@ -46,7 +55,7 @@ def scale_by_row_adam(
     v[j] ← β₂ v[j] + (1 - β₂) mean_i S[i, j]²
     D[:, j] = S[:, j] / (√(v[j] / (1 - β₂ᵗ)) + ε)
 
-  There is no first moment, and `v` is indexed by output unit, not by sketch
+  There is no first moment, and v is indexed by output unit, not by sketch
   coordinate: it stays valid when the basis is drawn anew.
 
   With `norm_preserving` the direction is then rescaled so that each layer has
@@ -75,21 +84,22 @@ def scale_by_row_adam(
   def init_fn(params):
     zeros = lambda p: jnp.zeros(p.shape[:-2] + p.shape[-1:], jnp.float32)
     return ScaleByRowAdamState(
-        count=jnp.zeros([], jnp.int32), v=jax.tree.map(zeros, params)
+        count=jnp.zeros([], jnp.int32), rms=jax.tree.map(zeros, params)
     )
 
   def update_fn(updates, state, params=None):
     del params
     count = optax.safe_increment(state.count)
-    v = jax.tree.map(
-        lambda s, v: b2 * v + (1 - b2) * jnp.mean(jnp.square(s), axis=-2),
+    keep, add = math.sqrt(b2), math.sqrt(1 - b2)
+    rms = jax.tree.map(
+        lambda s, old: jnp.hypot(keep * old, add * _rms(s, -2)),
         updates,
-        state.v,
+        state.rms,
     )
-    correction = 1 - b2 ** count.astype(jnp.float32)
+    correction = jnp.sqrt(1 - b2 ** count.astype(jnp.float32))
     updates = jax.tree.map(
-        lambda s, v: rescale(s, jnp.sqrt(v / correction), eps), updates, v
+        lambda s, r: rescale(s, r / correction, eps), updates, rms
     )
-    return updates, ScaleByRowAdamState(count=count, v=v)
+    return updates, ScaleByRowAdamState(count=count, rms=rms)
 
   return optax.GradientTransformation(init_fn, update_fn)

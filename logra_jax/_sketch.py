@@ -171,11 +171,11 @@ class _Sketch:
         lambda: {t.path: t.basis(keys[t.path]) for t in plan.targets}
     )
     if self._clip_norm is not None:
-      norm = jnp.sqrt(
-          _norm_squared(bases(), sketches) + optax.tree.norm(dense) ** 2
+      norm = _norm(bases(), sketches, dense)
+      factor = jnp.where(norm > self._clip_norm, self._clip_norm / norm, 1.0)
+      sketches, dense = jax.tree.map(
+          lambda g: (factor * g).astype(g.dtype), (sketches, dense)
       )
-      factor = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-30))
-      sketches, dense = optax.tree.scale(factor, (sketches, dense))
     thin, inner = self._inner.update(sketches, state.inner, None, **extra_args)
     flat_params = {} if params is None else _paths.flatten(params)[0]
     if self._update_ratio is not None:
@@ -183,7 +183,7 @@ class _Sketch:
     dense, others = self._nested(plan).update(
         dense,
         state.others,
-        {path: flat_params.get(path) for path in plan.dense} or None,
+        {p: flat_params[p] for p in plan.dense} if flat_params else None,
         **extra_args,
     )
     # The nested optimizer descends; what leaves here is a direction, which a
@@ -191,6 +191,9 @@ class _Sketch:
     out = dict.fromkeys(flat)
     for path, value in {**thin, **optax.tree.scale(-1, dense)}.items():
       out[path] = _state.Update(value, jnp.ones([], jnp.float32))
+    # A finite gradient may still overflow what is made of it.
+    ok &= _finite.all_finite(out)
+    ok &= _finite.none_lost((inner, others), (state.inner, state.others))
     inner, others = _finite.select(
         ok, (inner, others), (state.inner, state.others)
     )
@@ -213,13 +216,22 @@ class _Sketch:
           " tx.update(grads, opt_state, params, ...)"
       )
     weights = [flat_params[t.path].astype(jnp.float32) for t in plan.targets]
-    size = jnp.sqrt(_norm_squared(bases, thin))
+    size = _norm(bases, thin, {})
     wanted = self._update_ratio * optax.tree.norm(weights)
     return optax.tree.scale(jnp.where(size > 0, wanted / size, 0.0), thin)
 
 
-def _norm_squared(bases, factors) -> jax.Array:
-  return sum(_basis.gram_norm_squared(bases[p], d) for p, d in factors.items())
+def _norm(bases, thin, dense) -> jax.Array:
+  """Norm of all `Aᵀ D` and dense arrays together; no square overflows."""
+  leaves = jax.tree.leaves((thin, dense))
+  peaks = [jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in leaves]
+  peak = jnp.max(jnp.stack(peaks))
+  unit = lambda x: x.astype(jnp.float32) / jnp.where(peak > 0, peak, 1.0)
+  squares = [
+      _basis.gram_norm_squared(bases[path], unit(x)) for path, x in thin.items()
+  ]
+  squares += [jnp.sum(jnp.square(unit(x))) for x in dense.values()]
+  return peak * jnp.sqrt(sum(squares))
 
 
 def _check_no_thin_moment(inner_state: Any, plan: _state.Plan) -> None:
@@ -274,7 +286,7 @@ def sketch(
 
   | case | what happens |
   |---|---|
-  | gradient not finite | zero update, moments kept, `skipped` + 1 |
+  | gradient or step not finite | zero update, moments kept, `skipped` + 1 |
   | zero sketch | zero update |
   | rank above a kernel's d_in | clipped to d_in |
   | momentum on thin arrays and refresh | ValueError |
