@@ -37,7 +37,8 @@ class KLBudgetState(NamedTuple):
 def _check_positive(name: str, value: Any) -> None:
   if callable(value) or isinstance(value, jax.core.Tracer):
     return
-  number = not isinstance(value, (bool, str)) and np.ndim(value) == 0
+  scalar = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
+  number = scalar and not isinstance(value, bool) and np.ndim(value) == 0
   if not (number and value > 0):
     raise ValueError(f"{name}={value!r} must be a positive number")
 
@@ -168,7 +169,9 @@ def kl_budget(
     limit = jnp.asarray(limit, jnp.float32)
     ok &= limit >= 0  # a schedule may go wrong as well
     limit = jnp.maximum(limit - ema, 0.5 * limit)
-    alpha = jnp.sqrt(limit / jnp.where(predicted > 0, predicted, 1.0))
+    # A quotient of roots, for that of huge numbers would underflow.
+    root = jnp.sqrt(jnp.where(predicted > 0, predicted, 1.0))
+    alpha = jnp.sqrt(limit) / root
     alpha = jnp.minimum(alpha, alpha_max)
     alpha = jnp.where(predicted > 0, alpha, 1.0)
     alpha = jnp.where(ok, alpha, 0.0)
