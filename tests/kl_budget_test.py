@@ -381,9 +381,9 @@ def test_lora_parameters_can_be_budgeted(form):
 
 
 def first_step(tx):
-  """The change of each parameter in one step, and its loss before and after."""
+  """The change of each parameter in one step, and the loss along it."""
   before = lp.make_params()
-  after, _, history = run(tx, 1)
+  after, _, _ = run(tx, 1)
   change = jax.tree.map(lambda a, b: a - b, after, before)
   batch = lp.make_batch()
   slope = jax.grad(lp.loss_fn)(before, batch)
@@ -445,7 +445,7 @@ def test_the_scale_is_common_to_all_parameters():
   rest = SIGNED["learning rate"]
   free, _ = first_step(optax.chain(*rest))
   tx = optax.chain(*rest, logra_jax.kl_budget(1e-4))
-  params, state, history = run(tx, 1)
+  params, _, history = run(tx, 1)
   change = jax.tree.map(lambda a, b: a - b, params, lp.make_params())
   wanted = optax.tree.scale(history[0]["alpha"], free)
   jax.tree.map(
