@@ -30,8 +30,8 @@ def test_linear_is_flax_linear(x_dtype, dtype, param_dtype, use_bias):
   paths = lambda m: [p for p, _ in nnx.to_flat_state(nnx.state(m))]
   assert paths(ours) == paths(flax)
   x = toy.normal(0, 2, 8, dtype=x_dtype)
-  pairs = zip(values(ours) + [ours(x)], values(flax) + [flax(x)], strict=True)
-  for a, b in pairs:
+  results = [[*values(layer), layer(x)] for layer in (ours, flax)]
+  for a, b in zip(*results, strict=True):
     assert a.dtype == b.dtype
     np.testing.assert_array_equal(a, b)
 
