@@ -5,14 +5,14 @@ later pass (backward, probe, merge) draws the same one. Entries have variance
 `1 / rank`, hence `E[Aᵀ A] = I` and `Aᵀ (A G)` is an unbiased estimate of `G`.
 """
 
+from collections.abc import Callable
 import functools
 import math
 import zlib
-from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+import jax.numpy as jnp
 
 _WORD = 32  # random bits in one draw of the generator
 

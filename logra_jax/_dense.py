@@ -6,14 +6,14 @@ key of its basis. `dot_general` is the one operation that consumes it; with an
 ordinary array it is `jax.lax.dot_general`, so the same model runs inference.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+import jax.numpy as jnp
 
 from logra_jax import _basis
 from logra_jax._targets import Target

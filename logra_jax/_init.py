@@ -33,8 +33,7 @@ def _thin_leaves(state: Any, owners: dict[str, Any], after: bool) -> Any:
   out = []
   for key_path, leaf in leaves:
     where = "/" + _paths.path_string(key_path)
-    path = next((p for p in owners if where.endswith("/" + p)), None)
-    owner = owners.get(path, "")
+    owner = next((o for p, o in owners.items() if where.endswith("/" + p)), "")
     if owner == "frozen":
       leaf = None
     elif owner:

@@ -1,11 +1,11 @@
 """`apply_updates`: merges thin and dense updates into the weights."""
 
-import zlib
 from typing import Any
+import zlib
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+import jax.numpy as jnp
 
 from logra_jax import _paths, _state
 from logra_jax._targets import Target
@@ -87,6 +87,9 @@ def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
 
   Returns:
     The new parameters; structure, shapes and dtypes are those of `params`.
+
+  Raises:
+    ValueError: updates is not what `tx.update` returns for such parameters.
   """
   flat, treedef = _paths.flatten(params)
   flat_updates, _ = _paths.flatten(updates, is_leaf=_state.is_update)
@@ -98,10 +101,20 @@ def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
   rounding = _rounding_key(opt_state)
   merged = []
   for path, leaf in flat.items():
+    if path not in flat_updates:
+      raise ValueError(
+          f"updates has nothing at {path!r}; it must have the same structure as"
+          " params: pass what tx.update returned"
+      )
     update = flat_updates[path]
     round_key = jax.random.fold_in(rounding, zlib.crc32(path.encode()))
     if path in targets and update is not None:
       target, key, state = targets[path]
+      if not isinstance(update, _state.Update):
+        raise ValueError(
+            f"updates has {type(update).__name__} at the target {path!r}, which"
+            " is no logra_jax.Update; pass what tx.update returned"
+        )
       factor = update.value.astype(state.plan.factor_dtype)
       factor = factor.astype(jnp.float32)
       decay = state.weight_decay * update.scale

@@ -1,7 +1,7 @@
 """Parameter paths as strings, and trees taken apart by path."""
 
-import re
 from collections.abc import Iterable
+import re
 from typing import Any
 
 import jax

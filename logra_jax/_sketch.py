@@ -1,17 +1,18 @@
 """`sketch`: the optax transformation that turns sketches into thin updates."""
 
-import functools
 from collections.abc import Mapping
-from typing import Any
+import functools
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from logra_jax import _basis, _finite, _paths, _state, _targets
 from logra_jax._row_adam import scale_by_row_adam
 
-Others = (
+Others: TypeAlias = (
     optax.GradientTransformation
     | Mapping[str, optax.GradientTransformation | None]
 )
@@ -161,8 +162,8 @@ class _Sketch:
   def update(self, updates, state, params=None, **extra_args):
     plan = state.plan
     flat, treedef = _paths.flatten(updates, is_leaf=lambda x: x is None)
-    sketches = {t.path: flat[t.path] for t in plan.targets}
-    dense = {path: flat[path] for path in plan.dense}
+    sketches = {t.path: flat.get(t.path) for t in plan.targets}
+    dense = {path: flat.get(path) for path in plan.dense}
     _check_gradients(sketches, dense, plan)
     ok = _finite.all_finite((sketches, dense))
     sketches, dense = _finite.zero_unless(ok, (sketches, dense))
@@ -363,8 +364,10 @@ def sketch(
         f"distribution={distribution!r} is unknown; use one of"
         f" {sorted(_basis.DISTRIBUTIONS)}"
     )
-  if not isinstance(seed, jax.Array) and not 0 <= int(seed) < 2**32:
-    raise ValueError(f"seed={seed!r} must be in [0, 2**32)")
+  if not isinstance(seed, jax.Array) and not (
+      isinstance(seed, (int, np.integer)) and 0 <= seed < 2**32
+  ):
+    raise ValueError(f"seed={seed!r} must be an int in [0, 2**32), as 42")
   if not jnp.issubdtype(factor_dtype, jnp.floating):
     raise ValueError(
         f"factor_dtype={factor_dtype!r} must be a float dtype, as jnp.bfloat16"

@@ -1,9 +1,9 @@
 """Which parameters are sketched, and what each of their axes is."""
 
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,11 @@ def layouts(targets: Any) -> dict[str, str]:
   """
   if isinstance(targets, str):
     targets = {targets: ""}
+  elif not isinstance(targets, Iterable):
+    raise ValueError(
+        f"targets={targets!r} must be a path pattern, several of them, or a"
+        " mapping from patterns to layouts"
+    )
   elif not isinstance(targets, Mapping):
     targets = dict.fromkeys(targets, "")
   _paths.check_patterns("targets", targets)

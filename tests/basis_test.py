@@ -7,12 +7,11 @@ seeds fixed it does so always or never.
 
 import jax
 import jax.numpy as jnp
-from logra_jax import _basis
 import numpy as np
 import pytest
 
-from tests import oracles
-from tests import toy
+from logra_jax import _basis
+from tests import oracles, toy
 
 DISTRIBUTIONS = sorted(_basis.DISTRIBUTIONS)
 

@@ -1,7 +1,7 @@
 """Reads a compiled program: which buffers has it, beside the weights?"""
 
-import re
 from collections.abc import Iterable
+import re
 from typing import Any, NamedTuple
 
 import jax

@@ -9,14 +9,13 @@ from flax import linen as nn
 import jax
 from jax import lax
 import jax.numpy as jnp
-import logra_jax
-from logra_jax import linen as lnn
 import numpy as np
 import optax
 import pytest
 
-from tests import oracles
-from tests import toy
+import logra_jax
+from logra_jax import linen as lnn
+from tests import oracles, toy
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -92,9 +91,7 @@ def test_sketch_and_input_gradient(d_in, d_out, storage, compute):
 
   grads, value = sketches(loss, params, state, x)
   np.testing.assert_array_equal(value, jax.jit(loss)(params, x))
-  gradient = oracles.dense_gradient(
-      x.reshape(-1, d_in), c.reshape(-1, d_out)
-  )
+  gradient = oracles.dense_gradient(x.reshape(-1, d_in), c.reshape(-1, d_out))
   expected = oracles.sketch(toy.bases(state)["kernel"], gradient)
   # bfloat16: the projected input is rounded to 8 bits, the sum is float32.
   oracles.assert_close(
@@ -127,7 +124,9 @@ def test_forward_is_lax_dot_general_bit_for_bit():
       y, lax.dot_general(x, params["kernel"], numbers)
   )
   plain = logra_jax.dot_general(
-      x.astype(BF16), params["kernel"].astype(BF16), numbers,
+      x.astype(BF16),
+      params["kernel"].astype(BF16),
+      numbers,
       preferred_element_type=F32,
   )
   assert plain.dtype == F32
@@ -139,7 +138,9 @@ def test_preferred_element_type():
 
   def loss(params, x):
     y = logra_jax.dot_general(
-        x, params["kernel"], (((1,), (0,)), ((), ())),
+        x,
+        params["kernel"],
+        (((1,), (0,)), ((), ())),
         preferred_element_type=F32,
     )
     assert y.dtype == F32
@@ -160,8 +161,12 @@ def test_preferred_element_type():
         # experts: a batch axis, also where x has it elsewhere
         ((3, 4, 8), (3, 8, 5), (((2,), (1,)), ((0,), (0,))), "bio"),
         ((4, 8, 3), (3, 8, 5), (((1,), (1,)), ((2,), (0,))), ""),
-        ((2, 4, 3, 6, 2), (3, 2, 2, 6, 5),
-         (((4, 3), (2, 3)), ((2, 0), (0, 1))), "bbiio"),
+        (
+            (2, 4, 3, 6, 2),
+            (3, 2, 2, 6, 5),
+            (((4, 3), (2, 3)), ((2, 0), (0, 1))),
+            "bbiio",
+        ),
     ],
 )
 def test_axes(x_shape, k_shape, numbers, layout):
@@ -181,15 +186,22 @@ def test_dense_general_layers():
   query = lnn.DenseGeneral((2, 5), axis=-1)
   out = lnn.DenseGeneral(6, axis=(-2, -1))
   experts = lnn.DenseGeneral(4, axis=-1, batch_dims=(0,))
-  params = toy.tree({
-      "query/kernel": (6, 2, 5), "query/bias": (2, 5),
-      "out/kernel": (2, 5, 6), "out/bias": (6,),
-      "experts/kernel": (3, 6, 4), "experts/bias": (3, 4),
-  })
+  params = toy.tree(
+      {
+          "query/kernel": (6, 2, 5),
+          "query/bias": (2, 5),
+          "out/kernel": (2, 5, 6),
+          "out/bias": (6,),
+          "experts/kernel": (3, 6, 4),
+          "experts/bias": (3, 4),
+      }
+  )
   tx = logra_jax.sketch(
       rank=3,
       targets={
-          "query/kernel": "ioo", "out/kernel": "iio", "experts/kernel": "bio"
+          "query/kernel": "ioo",
+          "out/kernel": "iio",
+          "experts/kernel": "bio",
       },
       others=optax.sgd(1.0),
   )
@@ -247,7 +259,9 @@ def test_flax_scan(remat):
     def __call__(self, h):
       layer = nn.remat(Layer, prevent_cse=False) if remat else Layer
       scan = nn.scan(
-          layer, variable_axes={"params": 0}, split_rngs={"params": True},
+          layer,
+          variable_axes={"params": 0},
+          split_rngs={"params": True},
           length=3,
       )
       return scan(name="layers")(h)[0]
@@ -272,7 +286,11 @@ def test_vmap_over_examples():
   _, grads = each(params, state, x)
   dense = jax.vmap(jax.grad(mlp), (None, 0))(params, x)
   for path, basis in toy.bases(state).items():
-    assert toy.get(grads, path).shape == (3, *basis.shape[:1], *toy.get(params, path).shape[1:])
+    assert toy.get(grads, path).shape == (
+        3,
+        *basis.shape[:1],
+        *toy.get(params, path).shape[1:],
+    )
     expected = oracles.sketch(basis, toy.get(dense, path))
     oracles.assert_close(toy.get(grads, path), expected, 2e-5)
 
@@ -339,7 +357,8 @@ def test_full_rank_orthonormal_basis_is_the_dense_gradient():
   for path, basis in toy.bases(state).items():
     oracles.assert_close(
         oracles.reconstruct(basis, toy.get(grads, path)),
-        toy.get(dense, path), 2e-5,
+        toy.get(dense, path),
+        2e-5,
     )
 
 
@@ -355,9 +374,7 @@ def test_value_and_grad_with_aux_and_arguments():
   plain, _ = sketches(mlp, params, state, x)
   np.testing.assert_array_equal(aux["x"], x)
   oracles.assert_close(value, 2 * mlp(params, x), 1e-6)
-  jax.tree.map(
-      lambda a, b: oracles.assert_close(a, 2 * b, 1e-6), grads, plain
-  )
+  jax.tree.map(lambda a, b: oracles.assert_close(a, 2 * b, 1e-6), grads, plain)
 
 
 def test_frozen_parameters_have_no_gradient_and_others_a_dense_one():
@@ -370,7 +387,9 @@ def test_frozen_parameters_have_no_gradient_and_others_a_dense_one():
   state = tx.init(params)
 
   def loss(params, x):
-    h = jnp.tanh(logra_jax.dense(x, params["a"]["kernel"]) + params["a"]["bias"])
+    h = jnp.tanh(
+        logra_jax.dense(x, params["a"]["kernel"]) + params["a"]["bias"]
+    )
     y = logra_jax.dense(h, params["b"]["kernel"]) * params["scale"]
     return jnp.mean(jnp.sin(y)) + 0 * params["ids"][0]
 
@@ -395,9 +414,9 @@ def tangents(fun, params, state, factors, scale):
     node = toy.get(updates, "/".join(parents)) if parents else updates
     node[name] = logra_jax.Update(factor, jnp.float32(scale))
   free, direction = view.perturbation(updates)
-  ours = jax.jit(
-      lambda f, d: jax.jvp(lambda f: fun(view.tree(f)), (f,), (d,))
-  )(free, direction)
+  ours = jax.jit(lambda f, d: jax.jvp(lambda f: fun(view.tree(f)), (f,), (d,)))(
+      free, direction
+  )
 
   def dense(path, leaf):
     path = logra_jax._paths.path_string(path)
@@ -495,7 +514,7 @@ def test_other_operations_on_a_target_are_refused(use):
 )
 def test_layouts_that_do_not_fit_the_product(shape, numbers, match):
   params, state = make({"kernel": shape})
-  (x_axes, k_axes), _ = numbers
+  (_x_axes, k_axes), _ = numbers
   x = jnp.ones((3, *(shape[a] for a in k_axes)))
   loss = lambda p: jnp.sum(logra_jax.dot_general(x, p["kernel"], numbers))
   with pytest.raises(ValueError, match=match):

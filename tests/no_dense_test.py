@@ -5,12 +5,12 @@ target kernel's shape must be the kernel itself.
 """
 
 import jax
+from jax import lax
 import jax.numpy as jnp
-import logra_jax
 import optax
 import pytest
-from jax import lax
 
+import logra_jax
 from tests import compiled, toy
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -117,14 +117,16 @@ def test_backward(dtype, scan, remat, micro):
 
 row_adam = logra_jax.scale_by_row_adam
 UPDATES = {
-    "plain": dict(weight_decay=0.1),
-    "norm_preserving_ratio": dict(
-        inner=row_adam(norm_preserving=True), update_ratio=6e-5
-    ),
-    "clip": dict(clip_norm=1.0, distribution="gaussian"),
-    "momentum": dict(
-        inner=optax.chain(optax.trace(0.9), row_adam()), refresh=False
-    ),
+    "plain": {"weight_decay": 0.1},
+    "norm_preserving_ratio": {
+        "inner": row_adam(norm_preserving=True),
+        "update_ratio": 6e-5,
+    },
+    "clip": {"clip_norm": 1.0, "distribution": "gaussian"},
+    "momentum": {
+        "inner": optax.chain(optax.trace(0.9), row_adam()),
+        "refresh": False,
+    },
 }
 
 
@@ -156,7 +158,7 @@ def test_update_with_its_probe(name, dtype):
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_state_is_thin(name):
-  tx, params, state = optimizer(name)
+  _tx, _params, state = optimizer(name)
   for leaf in jax.tree.leaves(state):
     assert isinstance(leaf, jax.Array) and leaf.size < D * FF
   (sketch,) = [state[0]]

@@ -2,11 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import logra_jax
 import numpy as np
 import optax
 import pytest
 
+import logra_jax
 from tests import oracles, toy
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -121,7 +121,9 @@ def test_zero_gradients_give_zero_updates():
 )
 def test_several_updates_with_weight_decay(distribution, refresh):
   tx, params, state = make(
-      distribution=distribution, refresh=refresh, weight_decay=0.3,
+      distribution=distribution,
+      refresh=refresh,
+      weight_decay=0.3,
       factor_dtype=F32,
   )
   seen = {path: [] for path in toy.bases(state)}
@@ -187,25 +189,26 @@ def test_global_clip(gradient_size, dtype):
 @pytest.mark.parametrize("c", [-4.0, 2.0**-20])
 def test_scaling_scales_the_whole_update(c):
   """Powers of two: then 'by exactly c' is bit for bit, decay included."""
-  kwargs = dict(weight_decay=0.3, others=optax.sgd(1.0), factor_dtype=F32)
+  kwargs = {"weight_decay": 0.3, "others": optax.sgd(1.0), "factor_dtype": F32}
   tx, params, state = make(**kwargs)
   scaled, _, scaled_state = make(
       wrap=lambda tx: optax.chain(tx, optax.scale(c)), **kwargs
   )
   grads = gradients(params, state)
   updates, _ = jax.jit(tx.update)(grads, state, params)
-  scaled_updates, scaled_state = jax.jit(scaled.update)(grads, scaled_state, params)
+  scaled_updates, scaled_state = jax.jit(scaled.update)(
+      grads, scaled_state, params
+  )
   jax.tree.map(
       lambda u, s: np.testing.assert_array_equal(c * u, s),
-      updates, scaled_updates,
+      updates,
+      scaled_updates,
   )
   # Merged into zero weights, what is left is the update itself.
   zeros = jax.tree.map(jnp.zeros_like, params)
   one = apply(zeros, updates, scaled_state)
   c_one = apply(zeros, scaled_updates, scaled_state)
-  jax.tree.map(
-      lambda u, s: np.testing.assert_array_equal(c * u, s), one, c_one
-  )
+  jax.tree.map(lambda u, s: np.testing.assert_array_equal(c * u, s), one, c_one)
   # The decay's coefficient is wd · lr: from the merge into large weights.
   big = jax.tree.map(lambda p: jnp.full_like(p, 1e12), params)
   merged = apply(big, scaled_updates, scaled_state)
@@ -269,7 +272,8 @@ def test_momentum_in_the_chain_equals_inner(name, after):
     chain_state = new
     for path in toy.bases(state):
       oracles.assert_close(
-          toy.get(chain_updates, path).value, toy.get(updates, path).value,
+          toy.get(chain_updates, path).value,
+          toy.get(updates, path).value,
           1e-6,
       )
     assert chain_updates["b"]["bias"] is None
@@ -295,7 +299,7 @@ def test_dense_state_in_the_chain_is_refused():
   logra_jax.value_and_grad(loss)(params, logra_jax.init(tx, params))
   # A refreshed basis makes the thin moment stale.
   tx, *_ = make(wrap=lambda tx: optax.chain(tx, optax.trace(0.9)))
-  with pytest.raises(ValueError, match="stale.*refresh=False"):
+  with pytest.raises(ValueError, match=r"stale.*refresh=False"):
     logra_jax.value_and_grad(loss)(params, logra_jax.init(tx, params))
 
 
@@ -330,9 +334,7 @@ def test_multi_steps_equals_the_whole_batch():
   mean = optax.tree.scale(1 / 4, whole)
   updates, state = jax.jit(tx.update)(mean, state, params)
   expected = apply(params, updates, state)
-  jax.tree.map(
-      lambda a, b: oracles.assert_close(a, b, 1e-5), merged, expected
-  )
+  jax.tree.map(lambda a, b: oracles.assert_close(a, b, 1e-5), merged, expected)
   assert int(toy.sketch_state(steps_state).count) == 1
 
 
@@ -359,11 +361,14 @@ def test_others():
   plan = kinds(optax.adam(1e-3))
   assert by_name(plan.dense) == rest and plan.frozen == ()
   mapping = {
-      "embed": None, ".*/scale": optax.sgd(0.5), ".*/bias": optax.adam(1e-3)
+      "embed": None,
+      ".*/scale": optax.sgd(0.5),
+      ".*/bias": optax.adam(1e-3),
   }
   plan = kinds(mapping)
   assert plan.frozen == ("embed",) and by_name(plan.dense) == (
-      "b/bias", "norm/scale"
+      "b/bias",
+      "norm/scale",
   )
   tx, params, state = make(shapes=shapes, others=mapping)
   for grads, old, new, _ in run(tx, params, state, steps=1, lr=1.0):
@@ -409,7 +414,8 @@ def test_non_finite_gradient_is_skipped(where, bad):
   jax.tree.map(np.testing.assert_array_equal, same, params)
   jax.tree.map(
       np.testing.assert_array_equal,
-      (after.inner, after.others), (state.inner, state.others),
+      (after.inner, after.others),
+      (state.inner, state.others),
   )
   assert int(after.skipped) == 1 and int(after.count) == 2
   # The next good gradient is used, with the moments from before.
@@ -432,7 +438,8 @@ def test_overflow_inside_the_inner_transformation_is_skipped():
     assert int(after.skipped) == 1
     jax.tree.map(
         np.testing.assert_array_equal,
-        (after.inner, after.others), (state.inner, state.others),
+        (after.inner, after.others),
+        (state.inner, state.others),
     )
     for leaf in jax.tree.leaves(updates):
       np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
@@ -461,15 +468,19 @@ def assert_thin(state, params):
 
 CONFIGS = {
     "default": {},
-    "all": dict(
-        rank={"a/.*": 3, ".*": 5}, others=optax.adamw(1e-3), clip_norm=1.0,
-        weight_decay=0.1, distribution="gaussian",
-    ),
-    "ratio": dict(
-        inner=logra_jax.scale_by_row_adam(norm_preserving=True),
-        update_ratio=6e-5, others={".*bias": optax.sgd(0.1, momentum=0.9)},
-    ),
-    "momentum": dict(inner=optax.trace(0.9), refresh=False),
+    "all": {
+        "rank": {"a/.*": 3, ".*": 5},
+        "others": optax.adamw(1e-3),
+        "clip_norm": 1.0,
+        "weight_decay": 0.1,
+        "distribution": "gaussian",
+    },
+    "ratio": {
+        "inner": logra_jax.scale_by_row_adam(norm_preserving=True),
+        "update_ratio": 6e-5,
+        "others": {".*bias": optax.sgd(0.1, momentum=0.9)},
+    },
+    "momentum": {"inner": optax.trace(0.9), "refresh": False},
 }
 
 
@@ -488,7 +499,8 @@ def test_state_is_thin_arrays_of_constant_kind(name, dtype):
   jitted, donated = donating(grads, kept, params)
   jax.tree.map(
       lambda a, b: oracles.assert_close(a, b, 2**-7 if dtype == BF16 else 1e-5),
-      (updates, new), (jitted, donated),
+      (updates, new),
+      (jitted, donated),
   )
   for target in new.plan.targets:
     assert toy.get(updates, target.path).value.dtype == F32

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from logra_jax import _state
 import numpy as np
+
+from logra_jax import _state
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
