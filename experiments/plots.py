@@ -53,6 +53,7 @@ def _draw_reward(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.plot(updates, accuracy, "o--", label="held-out (greedy)")
   axes.set(title="reward", xlabel="update", ylabel="mean reward")
   axes.set_ylim(bottom=0.0)
+  axes.locator_params(axis="x", integer=True)
   axes.grid(alpha=0.3)
   axes.legend()
 
@@ -66,6 +67,7 @@ def _draw_kl(axes: Any, rows: list[dict[str, Any]]) -> None:
       axes.plot(updates, values, style, label=name, markersize=4)
   axes.set(title="KL per update", xlabel="update", ylabel="nats per token")
   axes.set_ylim(bottom=0.0)
+  axes.locator_params(axis="x", integer=True)
   axes.grid(alpha=0.3)
   axes.legend()
 

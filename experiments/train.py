@@ -38,6 +38,9 @@ from experiments import rollout as rollout_lib
 from experiments import workdir as workdir_lib
 import logra_jax
 
+# What the seconds of an update go into.
+_PHASES = ("time/rollout", "time/reward", "time/update")
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -112,6 +115,11 @@ def check_config(config: ml_collections.ConfigDict) -> None:
   for name, (value, minimum) in least.items():
     if value < minimum:
       raise ValueError(f"config.{name}={value} must be at least {minimum}")
+  if not 0 <= c.loss.clip_low <= 1 or not c.loss.clip_high >= 0:
+    raise ValueError(
+        f"config.loss.clip_low={c.loss.clip_low} must be in [0, 1] and"
+        f" clip_high={c.loss.clip_high} at least 0"
+    )
   if not c.rollout.temperature > 0:
     raise ValueError(
         f"config.rollout.temperature={c.rollout.temperature} must be positive:"
@@ -169,11 +177,11 @@ class _Run:
     self.config = config
     self.path = path
     self.saved = saved
+    self.task = tasks.make_task(config.task.name, config.task.seed)
     progress.say(f"loading {config.model}")
     loaded = load_model(config)
     self.model = decoder.Decoder(loaded.config)
     self.tokenizer = loaded.tokenizer
-    self.task = tasks.make_task(config.task.name, config.task.seed)
     tx = optimizers.make_optimizer(config)
     self.state = learner.init_state(loaded.params, tx)
     progress.say(logra_jax.summary(self.state.params, self.state.opt_state))
@@ -199,13 +207,15 @@ class _Run:
       pending = _Pending(writer, bar)
       while update < config.updates and not stop:
         # JAX only dispatches here: the last update may still be running.
+        start = time.perf_counter()
         examples = self.examples(update)
         rollout = self.sample(examples, update)
-        pending.flush()
-        batch, seen = self.score(examples, rollout)
+        start = max(start, pending.flush())
+        batch, seen = self.score(examples, rollout, start)
+        start = time.perf_counter()
         self.state, metrics = self.train_step(self.state, batch)
         update += 1
-        pending.set(update, seen, metrics)
+        pending.set(update, start, {**seen, **metrics})
         last = update == config.updates
         if last or update % config.evaluate.every == 0:
           pending.flush()
@@ -244,10 +254,12 @@ class _Run:
     )
 
   def score(
-      self, examples: list[tasks.Example], rollout: rollout_lib.Rollout
+      self,
+      examples: list[tasks.Example],
+      rollout: rollout_lib.Rollout,
+      start: float,
   ) -> tuple[learner.Batch, dict[str, float]]:
-    """Rewards and advantages; waits for the rollout."""
-    start = time.perf_counter()
+    """Rewards and advantages; waits for the rollout, begun at `start`."""
     mask = np.asarray(rollout.completion_mask)
     sampled = time.perf_counter()
     if not mask[learner.probe_rows(self.config)].any():
@@ -305,25 +317,26 @@ class _Pending:
     self._bar = bar
     self._waiting: tuple[int, float, dict[str, Any]] | None = None
 
-  def set(
-      self,
-      update: int,
-      seen: dict[str, float],
-      metrics: dict[str, jax.Array],
-  ) -> None:
-    """Keeps an update's metrics until `flush`."""
-    self._waiting = (update, time.perf_counter(), {**seen, **metrics})
+  def set(self, update: int, start: float, values: dict[str, Any]) -> None:
+    """Keeps the metrics of an update that began at `start` until `flush`."""
+    self._waiting = (update, start, values)
 
-  def flush(self) -> None:
-    """Waits for the metrics, if there are any, and writes them."""
+  def flush(self) -> float:
+    """Waits for the metrics, if there are any, and writes them.
+
+    Returns:
+      When they were there, by `time.perf_counter`; 0 if there are none.
+    """
     if self._waiting is None:
-      return
+      return 0.0
     update, start, values = self._waiting
     self._waiting = None
     jax.block_until_ready(values)
-    values["time/update"] = time.perf_counter() - start
-    seconds = sum(v for name, v in values.items() if name.startswith("time/"))
+    end = time.perf_counter()
+    values["time/update"] = end - start
+    seconds = sum(values[name] for name in values if name in _PHASES)
     self._bar.show(update, self._writer.write(update, values), seconds)
+    return end
 
 
 def _report(
@@ -338,6 +351,8 @@ def _report(
         f" {accuracy[1][-1]:.3f} after {accuracy[0][-1]} updates"
     )
   if metrics_lib.column(rows, "train/reward")[0]:
+    seconds = sum(sum(metrics_lib.column(rows, name)[1]) for name in _PHASES)
+    progress.say(f"training:   {seconds / 60:.1f} minutes in all")
     progress.say(f"picture:    {plots.draw_run(path)}")
   progress.say(f"metrics:    {path / metrics_lib.FILENAME}")
   progress.say(f"checkpoint: {path / 'checkpoints'}")

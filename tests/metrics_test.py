@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from experiments import metrics
-from experiments import plots
+from experiments import metrics, plots
 
 
 def _lines(folder):

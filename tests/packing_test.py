@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import decoder
-from experiments import packing
-from experiments import tiny
+from experiments import decoder, packing, tiny
 from experiments.rollout import Rollout
 
 N_PROMPT, N_NEW, GROUP = 6, 4, 3

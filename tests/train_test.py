@@ -1,0 +1,267 @@
+"""Tests of the training program with a real, random, tiny model."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import (
+  checkpoints,
+  export,
+  learner,
+  metrics,
+  optimizers,
+  pretrained,
+  train,
+)
+from experiments.configs import tiny
+
+ROOT = pathlib.Path(train.__file__).parent.parent
+
+
+def _config(**changes):
+  config = tiny.get_config().unlock()
+  config.update_from_flattened_dict(changes)
+  return config.lock()
+
+
+def _leaves(tree):
+  return {
+      jax.tree_util.keystr(path): np.asarray(leaf)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def _assert_bit_equal(found, expected):
+  found, expected = _leaves(found), _leaves(expected)
+  assert found.keys() == expected.keys()
+  for name, value in expected.items():
+    assert found[name].tobytes() == value.tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """A run of four updates: its directory and its result."""
+  workdir = tmp_path_factory.mktemp("run")
+  return workdir, train.train(_config(updates=4), workdir)
+
+
+def test_a_run_trains_the_targets_and_only_them(finished):
+  _, result = finished
+  assert result.update == 4 and result.stopped_by is None
+  before = _leaves(train.load_model(_config()).params)
+  after = _leaves(result.state.params)
+  changed = {name for name in before if (before[name] != after[name]).any()}
+  assert changed == {name for name in before if "_proj" in name}
+
+
+def test_a_run_leaves_a_record_a_picture_and_checkpoints(finished):
+  workdir, result = finished
+  rows = metrics.read_rows(workdir / "metrics.jsonl")
+  updates, rewards = metrics.column(rows, "train/reward")
+  assert updates == [1, 2, 3, 4]
+  assert all(0 <= reward <= 1 for reward in rewards)
+  # Before, at the third (config.evaluate.every) and at the end.
+  assert sorted(result.accuracy) == [0, 3, 4]
+  assert (workdir / "run.png").exists()
+  assert checkpoints.Checkpoints(workdir / "checkpoints").updates() == [2, 4]
+  lengths = metrics.column(rows, "rollout/length")[1]
+  assert all(1 <= length <= 2 for length in lengths)  # Tokens.
+
+
+def test_predicted_and_realised_kl_agree_within_the_budget(finished):
+  rows = metrics.read_rows(finished[0] / "metrics.jsonl")
+  column = lambda name: np.array(metrics.column(rows, f"kl/{name}")[1])
+  # Without a right answer there is nothing to learn, and no step.
+  assert (column("predicted") > 0).sum() >= 2
+  np.testing.assert_allclose(column("realised"), column("predicted"), rtol=0.25)
+  assert (column("predicted") <= 1.001 * column("budget")).all()
+  assert not column("skipped").any()
+
+
+def test_a_finished_run_is_not_run_again(finished):
+  workdir, result = finished
+  before = (workdir / "metrics.jsonl").read_text()
+  again = train.train(_config(updates=4), workdir)
+  assert again.state is None
+  assert (again.update, again.accuracy) == (4, result.accuracy)
+  assert (workdir / "metrics.jsonl").read_text() == before
+
+
+def test_the_exported_directory_holds_the_trained_parameters(
+    finished, tmp_path
+):
+  workdir, result = finished
+  assert export.export(workdir, tmp_path / "hf") == 4
+  loaded = pretrained.load(tmp_path / "hf")
+  _assert_bit_equal(loaded.params, result.state.params)
+  text = "What is 3 + 5?"
+  assert loaded.tokenizer.encode(text) == train.load_model(
+      _config()
+  ).tokenizer.encode(text)
+
+
+def test_nothing_to_export_is_an_error(tmp_path):
+  with pytest.raises(ValueError, match="holds no run"):
+    export.export(tmp_path, tmp_path / "hf")
+
+
+def _batch(run):
+  examples = run.examples(0)
+  rollout = run.sample(examples, 0)
+  return examples, rollout, run.score(examples, rollout, 0.0)[0]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """The parts of a run that has not begun."""
+  path = tmp_path_factory.mktemp("parts")
+  return train._Run(_config(), path, checkpoints.Checkpoints(path / "c"))
+
+
+def test_micro_batches_and_packing_do_not_change_the_update(run):
+  _, _, batch = _batch(run)
+  assert jnp.any(batch.advantages != 0)  # There is something to learn.
+  found = []
+  for changes in ({}, {"loss.micro_batch": 128, "loss.pack": 1}):
+    config = _config(**changes)
+    tx = optimizers.make_optimizer(config)
+    step = jax.jit(learner.make_train_step(run.model, tx, config))
+    state = learner.init_state(run.state.params, tx)
+    found.append(step(state, batch))
+  (one, one_metrics), (other, other_metrics) = found
+  for name, value in one_metrics.items():
+    np.testing.assert_allclose(
+        value, other_metrics[name], rtol=1e-3, atol=1e-6, err_msg=name
+    )
+  start = _leaves(run.state.params)
+  for name, value in _leaves(one.params).items():
+    step, other_step = value - start[name], _leaves(other.params)[name]
+    other_step = other_step - start[name]
+    # Factors are rounded to bfloat16, with 8 bits.
+    np.testing.assert_allclose(
+        step, other_step, atol=0.02 * np.abs(step).max() + 1e-12, err_msg=name
+    )
+
+
+def test_a_probe_without_generated_tokens_is_an_error(run):
+  examples, rollout, _ = _batch(run)
+  empty = rollout.replace(
+      completion_mask=jnp.zeros_like(rollout.completion_mask)
+  )
+  with pytest.raises(ValueError, match="no generated token.*probe_responses"):
+    run.score(examples, empty, 0.0)
+
+
+def test_a_prompt_that_does_not_fit_is_an_error(tmp_path):
+  with pytest.raises(ValueError, match="tokens, must have 1 to 4"):
+    train.train(_config(**{"rollout.max_prompt_tokens": 4}), tmp_path)
+
+
+def test_probe_rows_are_of_different_prompts():
+  config = _config(**{"kl.probe_responses": 10})
+  rows = learner.probe_rows(config)  # 8 prompts of 16 responses.
+  assert list(rows) == [0, 16, 32, 48, 64, 80, 96, 112, 1, 17]
+
+
+UPDATES, EVERY = 60, 10
+# Half the compile time; five processes compile the same.
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+}
+
+
+def _start(workdir):
+  """The program as a user starts it, with its output on a pipe."""
+  command = [sys.executable, "-m", "experiments.train"]
+  command += ["--config=experiments/configs/tiny.py", f"--workdir={workdir}"]
+  command += [f"--config.updates={UPDATES}"]
+  command += [f"--config.checkpoint.every={EVERY}"]
+  command += ["--config.evaluate.every=1000"]
+  return subprocess.Popen(
+      command,
+      cwd=ROOT,
+      env={**os.environ, **_ENVIRONMENT},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+  )
+
+
+def _read_until(process, text):
+  """Reads the program's output up to a line with `text`."""
+  seen = ""
+  for line in process.stdout:
+    seen += line
+    if text in line:
+      return
+  raise AssertionError(f"ended before {text!r}:\n{seen}")
+
+
+def _kill_while_saving(process, workdir):
+  """SIGKILL while a checkpoint is half-written; whether that was hit."""
+  folder = workdir / "checkpoints"
+  while process.poll() is None:
+    if list(folder.glob(".tmp-*")):
+      process.kill()
+      break
+    time.sleep(0.001)
+  process.communicate()
+  return bool(list(folder.glob(".tmp-*")))
+
+
+def _newest(workdir):
+  config = _config(updates=UPDATES)
+  state = learner.init_state(
+      train.load_model(config).params, optimizers.make_optimizer(config)
+  )
+  return checkpoints.Checkpoints(workdir / "checkpoints").restore(state)
+
+
+def test_a_run_that_was_killed_ends_bit_equal_to_one_that_was_not(tmp_path):
+  undisturbed = tmp_path / "undisturbed"
+  process = _start(undisturbed)
+  output, _ = process.communicate()
+  assert process.returncode == 0, output
+
+  workdir = tmp_path / "killed"
+  process = _start(workdir)
+  _read_until(process, " 3/60")
+  process.send_signal(signal.SIGTERM)
+  output, _ = process.communicate()
+  assert process.returncode == 128 + signal.SIGTERM, output
+  assert "stopped by SIGTERM" in output
+  stopped_at = checkpoints.Checkpoints(workdir / "checkpoints").updates()[-1]
+  assert 3 <= stopped_at < UPDATES
+  rows = metrics.read_rows(workdir / "metrics.jsonl")
+  assert rows[-1]["update"] == stopped_at  # Saved, and no further.
+
+  process = _start(workdir)
+  _read_until(process, " 13/60")  # Between two checkpoints.
+  process.kill()
+  process.communicate()
+
+  hit = any(_kill_while_saving(_start(workdir), workdir) for _ in range(3))
+  assert hit, "no kill came while a checkpoint was being written"
+
+  process = _start(workdir)
+  output, _ = process.communicate()
+  assert process.returncode == 0, output
+  assert "resuming after update" in output
+  (update, state), (_, expected) = _newest(workdir), _newest(undisturbed)
+  assert update == UPDATES
+  _assert_bit_equal(state, expected)
+  rewards = [
+      metrics.column(metrics.read_rows(w / "metrics.jsonl"), "train/reward")
+      for w in (workdir, undisturbed)
+  ]
+  assert rewards[0] == rewards[1]
+  assert rewards[0][0] == list(range(1, UPDATES + 1))
