@@ -150,7 +150,7 @@ def test_the_state_of_row_adam_does_not_depend_on_the_rank(tmp_path):
   save(tmp_path / "run", tree)
   restored = restore(tmp_path / "run", jax.eval_shape(lambda: start(other)))
   assert_same(jax.tree.leaves(restored), jax.tree.leaves(tree))
-  params, opt_state = run(other, restored, range(2, 3))
+  _, opt_state = run(other, restored, range(2, 3))
   assert float(logra_jax.diagnostics(opt_state)["alpha"]) > 0
   assert int(logra_jax.diagnostics(opt_state)["skipped"]) == 0
 
