@@ -92,7 +92,7 @@ def test_when_all_are_damaged_nothing_is_made_up(tmp_path):
   saved = checkpoints.Checkpoints(tmp_path)
   saved.save(1, _state())
   _largest_file(tmp_path / "000001").unlink()
-  with pytest.raises(RuntimeError, match="all checkpoints .* damaged"):
+  with pytest.raises(RuntimeError, match=r"all checkpoints .* damaged"):
     saved.restore(_state(), lambda text: None)
 
 

@@ -89,7 +89,7 @@ def test_unknown_model_and_task_are_refused_before_training(tmp_path):
   with pytest.raises(FileNotFoundError, match="none"):
     train.train(config, tmp_path / "a")
   config = _with(tiny.get_config(), {"task.name": "additon"})
-  with pytest.raises(ValueError, match="additon.*addition"):
+  with pytest.raises(ValueError, match=r"additon.*addition"):
     train.train(config, tmp_path / "b")
 
 

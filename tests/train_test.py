@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from experiments import (
-  checkpoints,
-  export,
-  learner,
-  metrics,
-  optimizers,
-  pretrained,
-  train,
+    checkpoints,
+    export,
+    learner,
+    metrics,
+    optimizers,
+    pretrained,
+    train,
 )
 from experiments.configs import tiny
 
@@ -156,7 +156,7 @@ def test_a_probe_without_generated_tokens_is_an_error(run):
   empty = rollout.replace(
       completion_mask=jnp.zeros_like(rollout.completion_mask)
   )
-  with pytest.raises(ValueError, match="no generated token.*probe_responses"):
+  with pytest.raises(ValueError, match=r"no generated token.*probe_responses"):
     run.score(examples, empty, 0.0)
 
 
