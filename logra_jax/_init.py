@@ -33,7 +33,8 @@ def _thin_leaves(state: Any, owners: dict[str, Any], after: bool) -> Any:
   out = []
   for key_path, leaf in leaves:
     where = "/" + _paths.path_string(key_path)
-    owner = next((o for p, o in owners.items() if where.endswith("/" + p)), "")
+    mine = (o for p, o in owners.items() if where.endswith("/" + p))
+    owner: Any = next(mine, "")
     if owner == "frozen":
       leaf = None
     elif owner:

@@ -216,6 +216,31 @@ def test_dense_general_layers():
   oracles.assert_close(grads["query"]["bias"], dense["query"]["bias"], 1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_other_float_dtypes(dtype):
+  with jax.enable_x64(dtype == "float64"):
+    params, state = make(MLP, dtype=dtype)
+    x = toy.normal(1, 9, 12, dtype=dtype)
+    check(mlp, params, state, x, tol=1e-6 if dtype == "float64" else 2**-8)
+
+
+def test_the_next_update_is_not_compiled_again():
+  params, state = make(MLP, others=optax.sgd(1.0))
+  traced = []
+
+  @jax.jit
+  def step(params, state, x):
+    traced.append(1)
+    _, grads = logra_jax.value_and_grad(mlp)(params, state, x)
+    tx = logra_jax.sketch(rank=4, targets=".*kernel", others=optax.sgd(1.0))
+    updates, state = tx.update(grads, state, params)
+    return logra_jax.apply_updates(params, updates, state), state
+
+  for _ in range(3):
+    params, state = step(params, state, toy.normal(1, 9, 12))
+  assert len(traced) == 1 and int(state.count) == 3
+
+
 def stacked(params, x, *, remat=False, unroll=1):
   """A residual stack whose layers are scanned over."""
 
