@@ -4,8 +4,11 @@ SmolLM2-135M-Instruct learns single-digit addition by GRPO with LoGRA: full
 weights of all seven projections, gradients only as sketches of rank 16.
 
 Command: make quickstart
-Cost: NN minutes on two CPU cores, N GB of memory.
-Expected: mean training reward from about 0.3 to 0.9 within 20 updates.
+  (in a notebook: `experiments.setup_model.ensure_model(config.model)`, then
+  `experiments.train.train(config, workdir)`)
+Cost: 5 to 6 minutes of training on two CPU cores, 4 GB of memory.
+Expected: mean training reward from 0.31 to 0.97 in 14 updates, held-out
+  accuracy (greedy) from 0.55 to 1.00 in 20.
 """
 
 import ml_collections
