@@ -97,7 +97,6 @@ class _Call:
   precision: Any
   preferred: Any
   dtype: Any
-  x_shape: tuple[int, ...]
   x_dtype: Any
 
   def dot(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -125,6 +124,32 @@ class _Call:
     return _basis.project(self.rows(x), key, target.rank, target.distribution)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Type:
+  """Shape, dtype and sharding of an array, as a residual without arrays."""
+
+  aval: Any
+
+
+def _replicated(x: jax.Array) -> Any:
+  """The sharding of a sum over tokens, on a mesh that wants it spelled out."""
+  mesh = jax.typeof(x).sharding.mesh
+  if mesh.empty or mesh.are_all_axes_auto:
+    return None
+  return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def _varying_as(x: jax.Array, *others: Any) -> jax.Array:
+  """Under `shard_map`, `x` with a value for each shard that others have.
+
+  The transpose of this cast is the sum over shards that any parameter gets.
+  """
+  axes = lambda a: jax.typeof(a).manual_axis_type.varying
+  missing = frozenset().union(*map(axes, others)) - axes(x)
+  return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sketched_dot(call, x, kernel, factor, key):
   del factor, key
@@ -134,17 +159,24 @@ def _sketched_dot(call, x, kernel, factor, key):
 def _sketched_dot_fwd(call, x, kernel, factor, key):
   del factor
   # [*batch, N, rank] is kept where a dense gradient would keep [N, d_in].
-  return call.dot(x, kernel), (call.project(x, key), kernel)
+  type_of_x = _Type(jax.typeof(x))
+  return call.dot(x, kernel), (call.project(x, key), kernel, type_of_x)
 
 
 def _sketched_dot_bwd(call, residuals, cotangent):
-  projected, kernel = residuals
-  x = jax.ShapeDtypeStruct(call.x_shape, call.x_dtype)
-  (x_bar,) = jax.linear_transpose(lambda x: call.dot(x, kernel), x)(cotangent)
+  projected, kernel, type_of_x = residuals
+  transpose = jax.linear_transpose(
+      lambda x: call.dot(x, kernel), type_of_x.aval
+  )
+  (x_bar,) = transpose(cotangent)
   rows = cotangent.reshape(*projected.shape[:-1], call.target.d_out)
   # [*batch, rank, d_out] = [*batch, N, rank]ᵀ @ [*batch, N, d_out]
   sketch = jnp.einsum(
-      "...nr,...no->...ro", projected, rows, preferred_element_type=jnp.float32
+      "...nr,...no->...ro",
+      projected,
+      rows,
+      preferred_element_type=jnp.float32,
+      out_sharding=_replicated(cotangent),
   )
   return x_bar, None, sketch, None
 
@@ -248,14 +280,14 @@ def dot_general(
       precision=precision,
       preferred=preferred_element_type,
       dtype=kernel.dtype,
-      x_shape=x.shape,
       x_dtype=x.dtype,
   )
   if kernel.forward:
     return _perturbed_dot(
         call, x, kernel.kernel, kernel.factor, kernel.decay, kernel.key
     )
-  return _sketched_dot(call, x, kernel.kernel, kernel.factor, kernel.key)
+  factor = _varying_as(kernel.factor, x, kernel.kernel)
+  return _sketched_dot(call, x, kernel.kernel, factor, kernel.key)
 
 
 def dense(x: jax.Array, kernel: Any, *, precision: Any = None) -> jax.Array:
