@@ -140,7 +140,8 @@ def optimizer(name, dtype=F32):
 
 
 @pytest.mark.parametrize(
-    "name,dtype", [*((name, F32) for name in UPDATES), ("plain", BF16)]
+    "name,dtype",
+    [(name, BF16 if name == "plain" else F32) for name in UPDATES],
 )
 def test_update_with_its_probe(name, dtype):
   tx, params, state = optimizer(name, dtype)

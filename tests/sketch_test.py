@@ -103,9 +103,9 @@ def test_row_adam_epsilon():
 
 
 def test_zero_gradients_give_zero_updates():
-  for norm_preserving in (False, True):
-    inner = logra_jax.scale_by_row_adam(norm_preserving=norm_preserving)
-    tx, params, state = make(inner=inner, update_ratio=1e-3)
+  preserving = logra_jax.scale_by_row_adam(norm_preserving=True)
+  for kwargs in ({"inner": preserving, "update_ratio": 1e-3}, {}):
+    tx, params, state = make(**kwargs)
     grads = jax.tree.map(jnp.zeros_like, gradients(params, state))
     updates, _ = jax.jit(tx.update)(grads, state, params)
     for path in toy.bases(state):
@@ -443,6 +443,15 @@ def test_overflow_inside_the_inner_transformation_is_skipped():
     )
     for leaf in jax.tree.leaves(updates):
       np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+
+
+def test_overflow_of_the_update_is_skipped():
+  tx, params, state = make(inner=optax.scale(1e30))
+  grads = gradients(params, state, size=1e20)
+  updates, after = jax.jit(tx.update)(grads, state, params)
+  assert int(after.skipped) == 1
+  for leaf in jax.tree.leaves(updates):
+    np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
 
 
 # -- the state ---------------------------------------------------------------
