@@ -41,24 +41,31 @@ def _chunked_mean(
         f"completion_mask {mask.shape} does not fit what logits_fn returned,"
         f" {per_token[0].shape}; give one bool for each position of it"
     )
-  mask = mask.reshape(-1).astype(bool)
-  n = mask.shape[0]
-  chunk = min(chunk_size, n)
-  pad = -n % chunk
+  # A chunk is some positions of all sequences, so that sequences sharded over
+  # devices are evaluated by all devices at once.
+  length = mask.shape[-1]
+  n_sequences = mask.size // max(length, 1)
+  rows = max(min(n_sequences, chunk_size), 1)
+  columns = max(min(length, chunk_size // rows), 1)
 
-  def chunks(x: jax.Array) -> jax.Array:
-    x = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1))
-    return x.reshape(-1, chunk, *x.shape[1:])
+  def chunks(x: jax.Array) -> jax.Array:  # [n_chunks, rows · columns, ...]
+    x = x.reshape(n_sequences, length, *x.shape[mask.ndim :])
+    pad = [(0, -n_sequences % rows), (0, -length % columns)]
+    if pad != [(0, 0), (0, 0)]:
+      x = jnp.pad(x, pad + [(0, 0)] * (x.ndim - 2))
+    x = x.reshape(
+        rows, x.shape[0] // rows, x.shape[1] // columns, columns, *x.shape[2:]
+    )
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(-1, rows * columns, *x.shape[4:])
 
-  def body(total, xs):
+  def body(_, xs):
     keep, *rest = xs
     # where, not a product: what stands at masked tokens may be anything.
-    return total + jnp.sum(jnp.where(keep, token_fn(*rest), 0.0)), None
+    return None, jnp.sum(jnp.where(keep, token_fn(*rest), 0.0))
 
-  xs = [chunks(mask)]
-  xs += [chunks(x.reshape(n, x.shape[-1])) for x in per_token]
-  total, _ = lax.scan(body, jnp.zeros([], jnp.float32), tuple(xs))
-  return total / jnp.sum(mask)
+  xs = tuple(chunks(x) for x in (mask.astype(bool), *per_token))
+  return jnp.sum(lax.scan(body, None, xs)[1]) / jnp.sum(mask)
 
 
 def quadratic_kl(
