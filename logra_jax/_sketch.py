@@ -1,7 +1,7 @@
 """`sketch`: the optax transformation that turns sketches into thin updates."""
 
 from collections.abc import Mapping
-import functools
+import dataclasses
 from typing import Any, TypeAlias
 
 import jax
@@ -81,78 +81,64 @@ def _check_scalars(**scalars: Any) -> None:
       )
 
 
+@dataclasses.dataclass(frozen=True)
 class _Sketch:
   """The two functions of `sketch`; holds configuration, never state."""
 
-  def __init__(
-      self,
-      *,
-      rank,
-      targets,
-      others,
-      inner,
-      seed,
-      distribution,
-      refresh,
-      weight_decay,
-      update_ratio,
-      clip_norm,
-      factor_dtype,
-  ):
-    self._rank = rank
-    self._targets = targets
-    self._others = others
-    self._inner = optax.with_extra_args_support(inner)
-    self._seed = seed
-    self._distribution = distribution
-    self._refresh = refresh
-    self._weight_decay = weight_decay
-    self._update_ratio = update_ratio
-    self._clip_norm = clip_norm
-    self._factor_dtype = factor_dtype
+  rank: _targets.Rank
+  targets: dict[str, str]
+  others: dict[Any, Any]
+  inner: optax.GradientTransformationExtraArgs
+  seed: Any
+  distribution: str
+  refresh: bool
+  weight_decay: Any
+  update_ratio: Any
+  clip_norm: Any
+  factor_dtype: str
 
   def _make_plan(self, params) -> _state.Plan:
     targets = _targets.resolve(
-        params, self._targets, self._rank, self._distribution
+        params, self.targets, self.rank, self.distribution
     )
     flat, _ = _paths.flatten(params)
     sketched = {t.path for t in targets}
     rest = [path for path in flat if path not in sketched]
-    if list(self._others) != [".*"]:
-      _paths.check_all_match("others", self._others, rest)
+    if list(self.others) != [".*"]:
+      _paths.check_all_match("others", self.others, rest)
     dense = []
     for path in rest:
-      pattern = _paths.first_match(self._others, path)
+      pattern = _paths.first_match(self.others, path)
       inexact = jnp.issubdtype(flat[path].dtype, jnp.inexact)
-      if pattern is not None and self._others[pattern] and inexact:
+      if pattern is not None and self.others[pattern] and inexact:
         dense.append(path)
     return _state.Plan(
         targets=targets,
         dense=tuple(dense),
         frozen=tuple(path for path in rest if path not in dense),
-        refresh=self._refresh,
-        factor_dtype=self._factor_dtype,
+        refresh=self.refresh,
+        factor_dtype=self.factor_dtype,
     )
 
   def _nested(self, plan: _state.Plan):
     """The optimizer of the densely trained parameters, a dict by path."""
-    used = {_paths.first_match(self._others, path) for path in plan.dense}
+    used = {_paths.first_match(self.others, path) for path in plan.dense}
     return optax.partition(
-        {pattern: self._others[pattern] for pattern in used},
-        {path: _paths.first_match(self._others, path) for path in plan.dense},
+        {pattern: self.others[pattern] for pattern in used},
+        {path: _paths.first_match(self.others, path) for path in plan.dense},
     )
 
   def init(self, params) -> _state.SketchState:
     plan = self._make_plan(params)
     flat, _ = _paths.flatten(params)
     thin = {t.path: jnp.zeros(t.thin, jnp.float32) for t in plan.targets}
-    inner = self._inner.init(thin)
+    inner = self.inner.init(thin)
     if plan.refresh:
       _check_no_thin_moment(inner, plan)
     return _state.SketchState(
         count=jnp.zeros([], jnp.int32),
-        seed=jnp.asarray(self._seed, jnp.uint32),
-        weight_decay=jnp.asarray(self._weight_decay, jnp.float32),
+        seed=jnp.asarray(self.seed, jnp.uint32),
+        weight_decay=jnp.asarray(self.weight_decay, jnp.float32),
         skipped=jnp.zeros([], jnp.int32),
         inner=inner,
         others=self._nested(plan).init({p: flat[p] for p in plan.dense}),
@@ -167,20 +153,16 @@ class _Sketch:
     _check_gradients(sketches, dense, plan)
     ok = _finite.all_finite((sketches, dense))
     sketches, dense = _finite.zero_unless(ok, (sketches, dense))
-    keys = state.keys(state.count)
-    bases = functools.cache(
-        lambda: {t.path: t.basis(keys[t.path]) for t in plan.targets}
-    )
-    if self._clip_norm is not None:
-      norm = _norm(bases(), sketches, dense)
-      factor = jnp.where(norm > self._clip_norm, self._clip_norm / norm, 1.0)
+    if self.clip_norm is not None:
+      norm = _norm(state, sketches, dense)
+      factor = jnp.where(norm > self.clip_norm, self.clip_norm / norm, 1.0)
       sketches, dense = jax.tree.map(
           lambda g: (factor * g).astype(g.dtype), (sketches, dense)
       )
-    thin, inner = self._inner.update(sketches, state.inner, None, **extra_args)
+    thin, inner = self.inner.update(sketches, state.inner, None, **extra_args)
     flat_params = {} if params is None else _paths.flatten(params)[0]
-    if self._update_ratio is not None:
-      thin = self._at_ratio(thin, bases(), flat_params, plan)
+    if self.update_ratio is not None:
+      thin = self._at_ratio(thin, state, flat_params)
     dense, others = self._nested(plan).update(
         dense,
         state.others,
@@ -190,8 +172,9 @@ class _Sketch:
     # The nested optimizer descends; what leaves here is a direction, which a
     # learning rate or the KL budget turns into a descent step.
     out = dict.fromkeys(flat)
+    scale = jnp.where(state.weight_decay > 0, 1.0, _state.UNSEEN)
     for path, value in {**thin, **optax.tree.scale(-1, dense)}.items():
-      out[path] = _state.Update(value, jnp.ones([], jnp.float32))
+      out[path] = _state.Update(value, scale)
     # A finite gradient may still overflow what is made of it.
     ok &= _finite.all_finite(out)
     ok &= _finite.none_lost((inner, others), (state.inner, state.others))
@@ -209,30 +192,39 @@ class _Sketch:
     out = jax.tree.unflatten(treedef, list(out.values()))
     return _finite.zero_unless(ok, out), new_state
 
-  def _at_ratio(self, thin, bases, flat_params, plan):
+  def _at_ratio(self, thin, state, flat_params):
     """Scales the update so that ‖ΔW‖ = update_ratio · ‖W‖ over all targets."""
     if not flat_params:
       raise ValueError(
           "params=None, but update_ratio needs the weights' norm; call"
           " tx.update(grads, opt_state, params, ...)"
       )
-    weights = [flat_params[t.path].astype(jnp.float32) for t in plan.targets]
-    size = _norm(bases, thin, {})
-    wanted = self._update_ratio * optax.tree.norm(weights)
+    weights = [flat_params[path].astype(jnp.float32) for path in thin]
+    size = _norm(state, thin, {})
+    wanted = self.update_ratio * optax.tree.norm(weights)
     return optax.tree.scale(jnp.where(size > 0, wanted / size, 0.0), thin)
 
 
-def _norm(bases, thin, dense) -> jax.Array:
+def _norm(state: _state.SketchState, thin, dense) -> jax.Array:
   """Norm of all `Aᵀ D` and dense arrays together; no square overflows."""
   leaves = jax.tree.leaves((thin, dense))
   peaks = [jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in leaves]
   peak = jnp.max(jnp.stack(peaks))
   unit = lambda x: x.astype(jnp.float32) / jnp.where(peak > 0, peak, 1.0)
+  keys = state.keys(state.count)
   squares = [
-      _basis.gram_norm_squared(bases[path], unit(x)) for path, x in thin.items()
+      _basis_norm_squared(t, keys[t.path], unit(thin[t.path]))
+      for t in state.plan.targets
   ]
   squares += [jnp.sum(jnp.square(unit(x))) for x in dense.values()]
   return peak * jnp.sqrt(sum(squares))
+
+
+def _basis_norm_squared(target, key_data, factor) -> jax.Array:
+  """`‖Aᵀ D‖²` of a stack; one basis of it is alive at a time."""
+  stack = (key_data.reshape(-1, 2), factor.reshape(-1, *target.thin[-2:]))
+  one = lambda x: _basis.gram_norm_squared(target.basis(x[0]), x[1])
+  return jnp.sum(jax.lax.map(one, stack))
 
 
 def _check_no_thin_moment(inner_state: Any, plan: _state.Plan) -> None:
@@ -283,7 +275,11 @@ def sketch(
 
   Like optax's `scale_by_*` it emits a direction with the sign of the gradient:
   a learning rate turns it into a descent step, and so does
-  `logra_jax.kl_budget` where there is no learning rate.
+  `logra_jax.kl_budget` where there is no learning rate. Norms that are taken
+  after it (`optax.clip_by_global_norm`) are of the thin arrays; `clip_norm` and
+  `update_ratio` are of what they stand for. Momentum belongs in `inner`: a link
+  after `sketch` would go on moving the weights through a skipped step, and with
+  weight decay would gather that too.
 
   | case | what happens |
   |---|---|
@@ -376,7 +372,7 @@ def sketch(
       rank=rank,
       targets=_targets.layouts(targets),
       others=_check_others(others),
-      inner=inner,
+      inner=optax.with_extra_args_support(inner),
       seed=seed,
       distribution=distribution,
       refresh=bool(refresh),

@@ -26,11 +26,16 @@ class Update:
     scale: float32 scalar, 1 as emitted: the product of all that has scaled the
       update since. It makes weight decay decoupled (`learning rate · decay`),
       and its sign tells whether a learning rate has turned the direction into
-      a descent step.
+      a descent step. Without weight decay only the sign counts, and it is
+      emitted as `UNSEEN`.
   """
 
   value: jax.Array
   scale: jax.Array
+
+
+# A scale too small for norms of updates to notice, far from underflow.
+UNSEEN = 2.0**-40
 
 
 def is_update(x: Any) -> bool:

@@ -513,3 +513,16 @@ def test_state_is_thin_arrays_of_constant_kind(name, dtype):
   )
   for target in new.plan.targets:
     assert toy.get(updates, target.path).value.dtype == F32
+
+
+def test_a_norm_after_sketch_is_of_the_thin_arrays():
+  """`scale`, a leaf too, must not count: clipping at the norm is no change."""
+  params = {"q_proj": {"kernel": jnp.ones((8, 6))}}
+  grads = {"q_proj": {"kernel": jnp.full((4, 6), 1e-3)}}
+  sketch = logra_jax.sketch(4, inner=optax.identity())
+  bound = float(optax.tree.norm(grads)) * (1 + 1e-6)
+  tx = optax.chain(sketch, optax.clip_by_global_norm(bound))
+  out, _ = tx.update(grads, tx.init(params), params)
+  np.testing.assert_array_equal(
+      out["q_proj"]["kernel"].value, grads["q_proj"]["kernel"]
+  )
