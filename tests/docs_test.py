@@ -8,8 +8,9 @@ import re
 
 import jax
 import jax.numpy as jnp
-import logra_jax
 import pytest
+
+import logra_jax
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 MODULES = sorted(
