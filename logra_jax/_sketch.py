@@ -341,8 +341,10 @@ def sketch(
   Reference: arXiv 2610.06647.
   """
   _targets.check_rank(rank)
-  inner = scale_by_row_adam() if inner is None else inner
-  _check_inner(inner)
+  if inner is None:
+    inner = scale_by_row_adam()
+  else:
+    _check_inner(inner)
   _check_scalars(
       weight_decay=weight_decay or None,
       update_ratio=update_ratio,
