@@ -1,8 +1,8 @@
 """Group-relative policy optimisation: advantages, log-probs and the loss.
 
-Axis letters: B responses, T tokens of prompt and completion, D features,
-V vocabulary. Everything is aligned to tokens: entry t belongs to token t,
-whose logits come from position t - 1.
+Axis letters: B responses, C completion tokens, D features, V vocabulary.
+Everything is aligned to tokens: entry c belongs to token c of the completion,
+whose logits come from the position before it.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,98 +53,47 @@ def group_advantages(rewards: jax.Array, group_size: int) -> jax.Array:
   return jnp.where(equal, 0.0, centred / (std + _EPS)).reshape(-1)
 
 
-def token_log_probs(
-    hidden_fn: Callable[..., jax.Array],
+def token_statistics(
     head_fn: Callable[[Any, jax.Array], jax.Array],
     params: Any,
+    hidden: jax.Array,
     tokens: jax.Array,
-    valid: jax.Array,
-    completion_mask: jax.Array,
+    mask: jax.Array,
     *,
     temperature: float,
     chunk_size: int,
-    start: int = 1,
-) -> jax.Array:
-  """Log-probabilities of completion tokens under the policy as sampled from.
+) -> tuple[jax.Array, jax.Array]:
+  """Log-probs and entropies of tokens under the policy as sampled from.
 
   Logits exist for `chunk_size` tokens at a time, in the forward and in the
-  backward pass, which computes each chunk again. Chunks without a completion
-  token are skipped.
+  backward pass, which computes each chunk again. Chunks without a token of the
+  mask are skipped.
 
   Args:
-    hidden_fn: `(params, tokens, valid) -> [B, T, D]`, features for the head.
     head_fn: `(params, [..., D]) -> [..., V]` logits.
     params: the model's parameters; differentiable.
-    tokens: `[B, T]` int32.
-    valid: `[B, T]` bool, False at padding.
-    completion_mask: `[B, T]` bool, True at generated tokens.
+    hidden: `[B, C, D]`, entry c is the head's input that predicts token c.
+    tokens: `[B, C]` int32.
+    mask: `[B, C]` bool, True at generated tokens.
     temperature: divides the logits, as in sampling; above 0.
     chunk_size: tokens whose logits are alive at once. A chunk spans the whole
       batch and at least one position, so B where that is more.
-    start: first position that can hold a completion token (static): the
-      padded prompt length. Positions before it cost no head.
 
   Returns:
-    `[B, T]` float32, 0 outside the completion mask.
+    `[B, C]` float32 each, 0 outside the mask: log-probabilities, and entropies
+    in nats of the tokens' distributions, these without gradient.
 
   Raises:
     ValueError: for a temperature that is not above 0 (if it is not traced), a
-      `chunk_size` below 1, or a `start` outside `[1, T - 1]`.
+      `chunk_size` below 1, or shapes that disagree.
   """
-  return token_statistics(
-      hidden_fn,
-      head_fn,
-      params,
-      tokens,
-      valid,
-      completion_mask,
-      temperature=temperature,
-      chunk_size=chunk_size,
-      start=start,
-  )[0]
-
-
-def token_statistics(
-    hidden_fn: Callable[..., jax.Array],
-    head_fn: Callable[[Any, jax.Array], jax.Array],
-    params: Any,
-    tokens: jax.Array,
-    valid: jax.Array,
-    completion_mask: jax.Array,
-    *,
-    temperature: float,
-    chunk_size: int,
-    start: int = 1,
-) -> tuple[jax.Array, jax.Array]:
-  """Log-probabilities and entropies of completion tokens.
-
-  Args:
-    hidden_fn: see `token_log_probs`, as all arguments.
-    head_fn: as there.
-    params: as there.
-    tokens: as there.
-    valid: as there.
-    completion_mask: as there.
-    temperature: as there.
-    chunk_size: as there.
-    start: as there.
-
-  Returns:
-    What `token_log_probs` returns, and the entropy in nats of each completion
-    token's distribution, without gradient: `[B, T]` float32 each, 0 outside
-    the completion mask.
-
-  Raises:
-    ValueError: as there.
-  """
+  _check_statistics(hidden, tokens, mask, temperature, chunk_size)
   batch, length = tokens.shape
-  _check_statistics(temperature, chunk_size, start, length)
-  hidden = hidden_fn(params, tokens, valid)[:, start - 1 : -1]
-  span = max(1, min(chunk_size // batch, length - start))
-  chunks = -(-(length - start) // span)
-  pad = chunks * span - (length - start)
+  span = max(1, min(chunk_size // batch, length))
+  chunks = -(-length // span)
+  pad = chunks * span - length
 
-  def split(x):  # [B, T - start, ...] -> [chunks, B, span, ...]
+  def split(x):  # [B, C, ...] -> [chunks, B, span, ...]
     # Chunks run along time, so that a sharded batch stays sharded.
     x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
     x = x.reshape(batch, chunks, span, *x.shape[2:])
@@ -165,19 +114,17 @@ def token_statistics(
     outs = lax.cond(jnp.any(mask), compute, nothing, params, h, targets)
     return tuple(jnp.where(mask, out, 0.0) for out in outs)
 
-  targets, mask = tokens[:, start:], completion_mask[:, start:]
-  chunked = (split(hidden), split(targets), split(mask))
-  outs = lax.map(lambda chunk: one(params, *chunk), chunked)
+  chunked = (split(hidden), split(tokens), split(mask))
+  log_probs, entropy = lax.map(lambda chunk: one(params, *chunk), chunked)
 
-  def join(x):  # [chunks, B, span] -> [B, T]
-    x = jnp.moveaxis(x, 0, 1).reshape(batch, chunks * span)
-    return jnp.pad(x[:, : length - start], ((0, 0), (start, 0)))
+  def join(x):  # [chunks, B, span] -> [B, C]
+    return jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length]
 
-  return tuple(join(x) for x in outs)
+  return join(log_probs), join(entropy)
 
 
-def _check_statistics(temperature, chunk_size, start, length):
-  """Refuses what `token_log_probs` says it refuses."""
+def _check_statistics(hidden, tokens, mask, temperature, chunk_size):
+  """Refuses what `token_statistics` says it refuses."""
   if not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
     raise ValueError(
         f"temperature must be above 0, got {temperature}: greedy decoding has "
@@ -185,9 +132,10 @@ def _check_statistics(temperature, chunk_size, start, length):
     )
   if chunk_size < 1:
     raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
-  if not 1 <= start < length:
+  if not hidden.shape[:2] == tokens.shape == mask.shape:
     raise ValueError(
-        f"start must be between 1 and T - 1 = {length - 1}, got {start}"
+        "hidden [B, C, D], tokens [B, C] and mask [B, C] must agree, got"
+        f" {hidden.shape}, {tokens.shape} and {mask.shape}"
     )
 
 
@@ -217,10 +165,10 @@ def grpo_loss(
   micro-batches add up to those of the batch.
 
   Args:
-    log_probs: `[B, T]` float, of the policy being trained.
-    old_log_probs: `[B, T]` float, of the policy sampled from.
+    log_probs: `[B, C]` float, of the policy being trained.
+    old_log_probs: `[B, C]` float, of the policy sampled from.
     advantages: `[B]` float.
-    completion_mask: `[B, T]` bool, True at generated tokens. Nothing
+    completion_mask: `[B, C]` bool, True at generated tokens. Nothing
       elsewhere counts, not even a NaN.
     clip_low: how far a ratio may fall below 1 before it earns no more; in
       `[0, 1]`.
@@ -280,7 +228,7 @@ def _check_loss(log_probs, old_log_probs, advantages, completion_mask):
   if log_probs.shape != shape or old_log_probs.shape != shape:
     raise ValueError(
         "log_probs, old_log_probs and completion_mask must have one shape "
-        f"[B, T], got {log_probs.shape}, {old_log_probs.shape} and {shape}"
+        f"[B, C], got {log_probs.shape}, {old_log_probs.shape} and {shape}"
     )
   if advantages.shape != shape[:1]:
     raise ValueError(

@@ -84,20 +84,12 @@ def make_train_step(
     return model.apply({"params": params}, hidden, method="head")
 
   def loss_fn(params, batch, normalizer):
-    # Of the prompt only the last token is left: it predicts the first new one.
-    rollout = batch["rollout"]
-
-    def hidden_fn(params, tokens, valid):
-      del tokens, valid  # The same tokens, but packed.
-      # Nothing is predicted from the last token.
-      return jnp.pad(features(params, batch), ((0, 0), (0, 1), (0, 0)))
-
+    rollout = batch["completion"]
     log_probs, entropy = grpo.token_statistics(
-        hidden_fn,
         head_fn,
         params,
+        features(params, batch),
         rollout.tokens,
-        rollout.valid,
         rollout.completion_mask,
         temperature=temperature,
         chunk_size=config.loss.chunk,
@@ -174,8 +166,8 @@ def _micro_batches(batch, config):
   arrays = {
       "packed": packing.pack(batch.rollout, n_new, k),
       "advantages": batch.advantages,
-      "rollout": jax.tree.map(
-          lambda x: x[:, -n_new - 1 :] if x.ndim == 2 else x, batch.rollout
+      "completion": jax.tree.map(
+          lambda x: x[:, -n_new:] if x.ndim == 2 else x, batch.rollout
       ),
   }
   n = batch.advantages.shape[0] // config.loss.micro_batch

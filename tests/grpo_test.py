@@ -51,16 +51,27 @@ def _head(params, hidden):
   return hidden @ params["head"]
 
 
-def _statistics(params, temperature=0.7, chunk_size=8, start=_START):
-  return grpo.token_statistics(
-      _hidden,
-      _head,
+def _statistics(
+    params,
+    temperature=0.7,
+    chunk_size=8,
+    start=_START,
+    mask=None,
+    head_fn=_head,
+):
+  """Of the tokens from `start` on, with zeros `[B, T]` before it."""
+  batch = _batch()
+  mask = batch["completion_mask"] if mask is None else mask
+  found = grpo.token_statistics(
+      head_fn,
       params,
-      **_batch(),
+      _hidden(params, batch["tokens"], batch["valid"])[:, start - 1 : -1],
+      batch["tokens"][:, start:],
+      jnp.asarray(mask[:, start:]),
       temperature=temperature,
       chunk_size=chunk_size,
-      start=start,
   )
+  return [jnp.pad(x, ((0, 0), (start, 0))) for x in found]
 
 
 def _log_softmax(logits):
@@ -93,19 +104,6 @@ def test_statistics(temperature, chunk_size, start):
     np.testing.assert_allclose(one, right, atol=3e-6)
   # Another temperature would have been noticed.
   assert np.max(np.abs(found[0] - _oracle_statistics(_params(), 1.0)[0])) > 0.1
-
-
-def test_log_probs_are_the_first_statistic():
-  found = grpo.token_log_probs(
-      _hidden,
-      _head,
-      _params(),
-      **_batch(),
-      temperature=0.7,
-      chunk_size=8,
-      start=_START,
-  )
-  np.testing.assert_array_equal(found, _statistics(_params())[0])
 
 
 @pytest.mark.parametrize("chunk_size", [6, 1000])
@@ -147,15 +145,8 @@ def test_chunks_without_completion_tokens_are_skipped():
 
   def count(mask):
     calls.clear()
-    out = grpo.token_log_probs(
-        _hidden,
-        head,
-        _params(),
-        _batch()["tokens"],
-        _batch()["valid"],
-        mask,
-        temperature=0.7,
-        chunk_size=2 * _B,
+    out = _statistics(
+        _params(), chunk_size=2 * _B, start=1, mask=mask, head_fn=head
     )
     jax.block_until_ready(out)
     jax.effects_barrier()
@@ -185,8 +176,7 @@ def test_no_buffer_holds_all_logits():
         ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be .* got nan"),
         ({"chunk_size": 0}, "chunk_size must be at least 1 token, got 0"),
-        ({"start": 0}, "start must be between 1 and T - 1 = 10, got 0"),
-        ({"start": 11}, "start must be between 1 and T - 1 = 10, got 11"),
+        ({"mask": np.ones((_B, _T - 1), bool)}, "must agree, got .*3, 6"),
     ],
 )
 def test_bad_statistics_arguments(options, message):
