@@ -104,6 +104,16 @@ def test_inject_hyperparams_takes_the_rank_as_static_only():
   assert_close(run(tx, 2)[0], plain_run(2)[0])
 
 
+@pytest.mark.xfail(strict=True, reason="sketch reads weight_decay at init")
+def test_inject_hyperparams_sets_weight_decay():
+  make = lambda weight_decay: chain(weight_decay=weight_decay)
+  tx = optax.inject_hyperparams(make)(weight_decay=0.1)
+  opt_state = tx.init(lp.make_params())
+  opt_state.hyperparams["weight_decay"] = jnp.float32(5.0)
+  _, opt_state, _ = run(tx, 1, opt_state=opt_state)
+  assert float(optax.tree.get(opt_state.inner_state, "weight_decay")) == 5
+
+
 def test_named_chain_is_chain():
   names = ("sketch", "rate", "budget")
   parts = [
