@@ -47,7 +47,8 @@ def value_and_grad(
   Args:
     fun: `fun(params, *args, **kwargs)`, a scalar, or `(scalar, aux)` if
       has_aux. It gets the ordinary tree, in which target kernels stand for
-      themselves in `logra_jax.dot_general` and in nothing else.
+      themselves in `logra_jax.dot_general` and in nothing else: a penalty over
+      `jax.tree.leaves(params)` does not reach them (use `weight_decay`).
     has_aux: whether `fun` returns a pair.
 
   Returns:

@@ -172,7 +172,7 @@ class _Sketch:
     # The nested optimizer descends; what leaves here is a direction, which a
     # learning rate or the KL budget turns into a descent step.
     out = dict.fromkeys(flat)
-    scale = jnp.where(state.weight_decay > 0, 1.0, _state.UNSEEN)
+    scale = jnp.where(jnp.asarray(self.weight_decay) > 0, 1.0, _state.UNSEEN)
     for path, value in {**thin, **optax.tree.scale(-1, dense)}.items():
       out[path] = _state.Update(value, scale)
     # A finite gradient may still overflow what is made of it.
@@ -182,6 +182,7 @@ class _Sketch:
         ok, (inner, others), (state.inner, state.others)
     )
     new_state = state._replace(
+        weight_decay=jnp.asarray(self.weight_decay, jnp.float32),
         count=optax.safe_increment(state.count),
         skipped=jnp.where(
             ok, state.skipped, optax.safe_increment(state.skipped)
@@ -308,7 +309,8 @@ def sketch(
       'orthonormal' (orthogonal rows of norm √(d_in / rank)).
     refresh: draw a new basis for every update, or keep the first.
     weight_decay: decoupled: a learning rate lr also takes `lr · weight_decay`
-      times itself off each target kernel.
+      times itself off each target kernel. (Where it is scheduled by
+      `optax.inject_hyperparams`, the probe knows that of the update before.)
     update_ratio: scale the direction so that ‖ΔW‖ / ‖W‖ over all targets is
       this (6e-5 as published), in place of a learning rate.
     clip_norm: clip the gradient to this global norm, that of the

@@ -104,7 +104,6 @@ def test_inject_hyperparams_takes_the_rank_as_static_only():
   assert_close(run(tx, 2)[0], plain_run(2)[0])
 
 
-@pytest.mark.xfail(strict=True, reason="sketch reads weight_decay at init")
 def test_inject_hyperparams_sets_weight_decay():
   make = lambda weight_decay: chain(weight_decay=weight_decay)
   tx = optax.inject_hyperparams(make)(weight_decay=0.1)
