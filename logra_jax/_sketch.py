@@ -347,14 +347,11 @@ def sketch(
     inner = scale_by_row_adam()
   else:
     _check_inner(inner)
-  _check_scalars(
-      weight_decay=weight_decay or None,
-      update_ratio=update_ratio,
-      clip_norm=clip_norm,
-  )
-  if update_ratio is not None and not (
-      isinstance(weight_decay, (int, float)) and weight_decay == 0
-  ):
+  _check_scalars(update_ratio=update_ratio, clip_norm=clip_norm)
+  no_decay = isinstance(weight_decay, (int, float)) and weight_decay == 0
+  if not no_decay:
+    _check_scalars(weight_decay=weight_decay)
+  if update_ratio is not None and not no_decay:
     raise ValueError(
         f"weight_decay={weight_decay!r} goes with a learning rate and"
         f" update_ratio={update_ratio!r} has none; leave one of them out"
