@@ -26,7 +26,8 @@ quickstart: $(VENV)/.train $(MODEL)
 
 test: $(VENV)/.dev $(MODEL)
 	@echo "== running the tests"
-	@LOGRA_MODEL=$(MODEL) $(BIN)/python -m pytest $(ARGS)
+	@LOGRA_MODEL=$(MODEL) $(BIN)/python -m pytest -n auto --maxprocesses 4 \
+	  --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev
 	@echo "== pyink, ruff, mypy"
