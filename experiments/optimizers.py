@@ -15,8 +15,6 @@ import optax
 
 import logra_jax
 
-TARGETS = r"(.*/)?(q|k|v|o|gate|up|down)_proj/kernel"
-
 
 def make_optimizer(
     config: ml_collections.ConfigDict,
@@ -69,7 +67,7 @@ def _logra(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
     inner.insert(0, optax.trace(c.momentum))
   return logra_jax.sketch(
       c.rank,
-      targets=TARGETS,
+      targets=logra_jax.DEFAULT_TARGETS,
       inner=optax.chain(*inner),
       seed=c.seed,
       distribution=c.distribution,
@@ -96,7 +94,7 @@ def _dense_adam(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
 def only_targets(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-  """Trains the kernels that `TARGETS` matches by `tx`, and nothing else."""
+  """Trains the default targets by `tx`, and nothing else."""
   return optax.partition(
       {"targets": tx, "frozen": optax.set_to_zero()}, _labels
   )
@@ -108,7 +106,9 @@ def _labels(params: Any) -> Any:
   def label(path, leaf):
     del leaf
     name = "/".join(str(key.key) for key in path)
-    return "targets" if re.fullmatch(TARGETS, name) else "frozen"
+    return (
+        "targets" if re.fullmatch(logra_jax.DEFAULT_TARGETS, name) else "frozen"
+    )
 
   return jax.tree_util.tree_map_with_path(label, params)
 
