@@ -22,7 +22,11 @@ class Progress:
     if sys.stderr.isatty():
       tqdm = extras.require("tqdm", "train").tqdm
       self._bar = tqdm(
-          total=total, initial=done, unit="update", dynamic_ncols=True
+          total=total,
+          initial=done,
+          dynamic_ncols=True,
+          # The bar takes what the numbers leave of the line.
+          bar_format="{n_fmt}/{total_fmt}|{bar}|{remaining} left{postfix}",
       )
 
   def __enter__(self) -> "Progress":
@@ -41,19 +45,23 @@ class Progress:
 
   def show(self, update: int, row: Mapping[str, Any], seconds: float) -> None:
     """Shows the metrics of one update, which took so many seconds."""
-    text = (
-        f"reward {_number(row['train/reward'], '.2f')}"
-        f"  KL predicted {_number(row['kl/predicted'], '.2e')}"
-        f" realised {_number(row['kl/realised'], '.2e')}"
-        f"  step scale {_number(row['kl/step_scale'], '.2f')}"
-    )
+    reward = _number(row["train/reward"], ".2f")
+    predicted = _number(row["kl/predicted"], ".1e")
+    realised = _number(row["kl/realised"], ".1e")
+    scale = _number(row["kl/step_scale"], ".2f")
     if self._bar is not None:
-      self._bar.set_postfix_str(text, refresh=False)
+      # Fits a line of 80 columns.
+      self._bar.set_postfix_str(
+          f"reward {reward}, KL pred. {predicted}, real. {realised},"
+          f" scale {scale}",
+          refresh=False,
+      )
       self._bar.update()
     else:
       say(
-          f"update {update:>{len(str(self._total))}}/{self._total}  {text}"
-          f"  {seconds:.1f} s"
+          f"update {update:>{len(str(self._total))}}/{self._total}  reward"
+          f" {reward}  KL predicted {predicted} realised {realised}"
+          f"  step scale {scale}  {seconds:.1f} s"
       )
 
 
