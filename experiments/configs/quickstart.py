@@ -6,7 +6,7 @@ weights of all seven projections, gradients only as sketches of rank 16.
 Command: make quickstart
   (in a notebook: `experiments.setup_model.ensure_model(config.model)`, then
   `experiments.train.train(config, workdir)`)
-Cost: 4 minutes of training on two CPU cores, 5 GB of memory.
+Cost: 4 minutes of training on two CPU cores, 4 GB of memory.
 Expected: mean training reward from 0.31 to 0.97 in 14 updates, held-out
   accuracy (greedy) from 0.55 to 1.00 in 20.
 """
