@@ -122,19 +122,24 @@ def make_train_step(
         grads, state.opt_state, state.params, probe=probe
     )
     params = logra_jax.apply_updates(state.params, updates, opt_state)
-    found = logra_jax.diagnostics(opt_state)
-    metrics |= {
-        # KL is quadratic in the step: that of the step as it was scaled.
-        "kl/predicted": jnp.square(found["alpha"]) * found["predicted_kl"],
-        "kl/proposed": found["predicted_kl"],
-        "kl/realised": logra_jax.realised_kl(probe, params),
-        "kl/budget": found["budget"],
-        "kl/step_scale": found["alpha"],
-        "kl/skipped": found["skipped"],
-    }
+    metrics |= _kl_metrics(opt_state, logra_jax.realised_kl(probe, params))
     return TrainState(params, opt_state, state.update + 1), metrics
 
   return train_step
+
+
+def _kl_metrics(opt_state, realised):
+  """KL of the update in nats per generated token, and its scale."""
+  found = logra_jax.diagnostics(opt_state)
+  return {
+      # KL is quadratic in the step: that of the step as it was scaled.
+      "kl/predicted": jnp.square(found["alpha"]) * found["predicted_kl"],
+      "kl/proposed": found["predicted_kl"],
+      "kl/realised": realised,
+      "kl/budget": found["budget"],
+      "kl/step_scale": found["alpha"],
+      "kl/skipped": found["skipped"],
+  }
 
 
 def probe_rows(config: ml_collections.ConfigDict) -> np.ndarray:

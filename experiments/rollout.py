@@ -6,7 +6,7 @@ T = P + C, V vocabulary.
 
 from collections.abc import Sequence
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import struct
 import jax
@@ -139,44 +139,35 @@ def generate(
       key,
       # Traced, so that another temperature does not compile again.
       jnp.float32(temperature),
-      greedy=temperature == 0,
-      max_new_tokens=max_new_tokens,
-      eos_ids=tuple(int(i) for i in eos_ids),
-      pad_id=int(pad_id),
-      group_size=group_size,
+      options=_Options(
+          greedy=temperature == 0,
+          max_new_tokens=max_new_tokens,
+          eos_ids=tuple(int(i) for i in eos_ids),
+          pad_id=int(pad_id),
+          group_size=group_size,
+      ),
   )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "model",
-        "greedy",
-        "max_new_tokens",
-        "eos_ids",
-        "pad_id",
-        "group_size",
-    ),
-)
+class _Options(NamedTuple):
+  """What is compiled into `_generate`; see `generate`."""
+
+  greedy: bool
+  max_new_tokens: int
+  eos_ids: tuple[int, ...]
+  pad_id: int
+  group_size: int
+
+
+@functools.partial(jax.jit, static_argnames=("model", "options"))
 def _generate(
-    model,
-    params,
-    prompt_tokens,
-    prompt_valid,
-    key,
-    temperature,
-    *,
-    greedy,
-    max_new_tokens,
-    eos_ids,
-    pad_id,
-    group_size,
+    model, params, prompt_tokens, prompt_valid, key, temperature, *, options
 ):
   """The compiled part of `generate`."""
   variables = {"params": params}
-  repeat = functools.partial(jnp.repeat, repeats=group_size)
+  repeat = functools.partial(jnp.repeat, repeats=options.group_size)
   hidden, cache, valid = _prefill(
-      model, variables, prompt_tokens, prompt_valid, max_new_tokens
+      model, variables, prompt_tokens, prompt_valid, options.max_new_tokens
   )
   hidden, valid = repeat(hidden, axis=0), repeat(valid, axis=0)
   cache = jax.tree.map(functools.partial(repeat, axis=1), cache)
@@ -186,28 +177,10 @@ def _generate(
   length = prompt_tokens.shape[1]
   prompt_lengths = jnp.sum(prompt_valid, axis=1, dtype=jnp.int32)
 
-  def sample(hidden, step):
-    logits = model.apply(variables, hidden, method="head")
-    if greedy:
-      chosen = jnp.argmax(logits, axis=-1)
-      return chosen, jnp.zeros(chosen.shape, jnp.float32)
-    return _sample(logits / temperature, jax.random.fold_in(key, step))
-
   def record(out, hidden, step):
-    """Samples token `step` of every row that has not ended."""
-    chosen, log_probs = sample(hidden, step)
-    alive = ~out["finished"]
-    columns = {
-        "tokens": jnp.where(alive, chosen, pad_id),
-        "mask": alive,
-        "log_probs": jnp.where(alive, log_probs, 0.0),
-    }
-    ended = jnp.isin(chosen, jnp.asarray(eos_ids, jnp.int32))
-    new = {
-        name: lax.dynamic_update_slice(out[name], column[:, None], (0, step))
-        for name, column in columns.items()
-    }
-    return new | {"finished": out["finished"] | ended}
+    logits = model.apply(variables, hidden, method="head")
+    step_key = jax.random.fold_in(key, step)
+    return _record(out, logits, temperature, step_key, step, options)
 
   def body(state):
     step, out, cache = state
@@ -226,18 +199,18 @@ def _generate(
 
   def proceed(state):
     step, out, _ = state
-    return (step < max_new_tokens) & ~jnp.all(out["finished"])
+    return (step < options.max_new_tokens) & ~jnp.all(out["finished"])
 
-  batch, shape = tokens.shape[0], (tokens.shape[0], max_new_tokens)
+  shape = (tokens.shape[0], options.max_new_tokens)
   out = {
-      "tokens": jnp.full(shape, pad_id, jnp.int32),
+      "tokens": jnp.full(shape, options.pad_id, jnp.int32),
       "mask": jnp.zeros(shape, bool),
       "log_probs": jnp.zeros(shape, jnp.float32),
-      "finished": jnp.zeros(batch, bool),
+      "finished": jnp.zeros(shape[0], bool),
   }
   out = record(out, hidden, 0)
   _, out, _ = lax.while_loop(proceed, body, (1, out, cache))
-  before = lambda x: jnp.zeros((batch, length), x.dtype)
+  before = lambda x: jnp.zeros((shape[0], length), x.dtype)
   join = lambda left, right: jnp.concatenate([left, right], axis=1)
   return Rollout(
       tokens=join(tokens, out["tokens"]),
@@ -246,6 +219,27 @@ def _generate(
       log_probs=join(before(out["log_probs"]), out["log_probs"]),
       finished=out["finished"],
   )
+
+
+def _record(out, logits, temperature, key, step, options):
+  """Chooses token `step` of every row that has not ended."""
+  if options.greedy:
+    chosen = jnp.argmax(logits, axis=-1)
+    log_probs = jnp.zeros(chosen.shape, jnp.float32)
+  else:
+    chosen, log_probs = _sample(logits / temperature, key)
+  alive = ~out["finished"]
+  columns = {
+      "tokens": jnp.where(alive, chosen, options.pad_id),
+      "mask": alive,
+      "log_probs": jnp.where(alive, log_probs, 0.0),
+  }
+  ended = jnp.isin(chosen, jnp.asarray(options.eos_ids, jnp.int32))
+  new = {
+      name: lax.dynamic_update_slice(out[name], column[:, None], (0, step))
+      for name, column in columns.items()
+  }
+  return new | {"finished": out["finished"] | ended}
 
 
 def _prefill(model, variables, tokens, valid, max_new_tokens):

@@ -75,6 +75,21 @@ def _descend(update: Any) -> Any:
   return optax.tree.scale(jnp.where(update.scale > 0, -1.0, 1.0), update)
 
 
+def _mismatch_mean(mean: jax.Array, gap: Any) -> jax.Array:
+  """The running mean with a new gap; as it was where that is not finite."""
+  gap = jnp.maximum(jnp.asarray(gap, jnp.float32), 0.0)
+  new = (1 - _EMA_WEIGHT) * mean + _EMA_WEIGHT * gap
+  return jnp.where(jnp.isfinite(new), new, mean)
+
+
+def _alpha(limit: jax.Array, predicted: jax.Array, alpha_max: Any) -> jax.Array:
+  """`min(alpha_max, √(limit / predicted))`; 1 where nothing moves."""
+  # A quotient of roots, for that of huge numbers would underflow.
+  root = jnp.sqrt(jnp.where(predicted > 0, predicted, 1.0))
+  alpha = jnp.minimum(jnp.sqrt(limit) / root, alpha_max)
+  return jnp.where(predicted > 0, alpha, 1.0)
+
+
 def kl_budget(
     budget: float | optax.Schedule,
     inner: optax.GradientTransformation | None = None,
@@ -162,19 +177,12 @@ def kl_budget(
     ok &= _finite.all_finite(proposed)
     ok &= _finite.none_lost(new_inner, state.inner)
     ok &= jnp.isfinite(predicted) & (predicted >= 0)
-    gap = jnp.maximum(jnp.asarray(mismatch, jnp.float32), 0.0)
-    ema = (1 - _EMA_WEIGHT) * state.mismatch + _EMA_WEIGHT * gap
-    ema = jnp.where(jnp.isfinite(ema), ema, state.mismatch)
+    ema = _mismatch_mean(state.mismatch, mismatch)
     limit = budget(state.count) if callable(budget) else budget
     limit = jnp.asarray(limit, jnp.float32)
     ok &= limit >= 0  # a schedule may go wrong as well
     limit = jnp.maximum(limit - ema, 0.5 * limit)
-    # A quotient of roots, for that of huge numbers would underflow.
-    root = jnp.sqrt(jnp.where(predicted > 0, predicted, 1.0))
-    alpha = jnp.sqrt(limit) / root
-    alpha = jnp.minimum(alpha, alpha_max)
-    alpha = jnp.where(predicted > 0, alpha, 1.0)
-    alpha = jnp.where(ok, alpha, 0.0)
+    alpha = jnp.where(ok, _alpha(limit, predicted, alpha_max), 0.0)
     scaled = optax.tree.scale(alpha, _finite.zero_unless(ok, proposed))
     return scaled, KLBudgetState(
         count=optax.safe_increment(state.count),

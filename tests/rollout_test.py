@@ -219,11 +219,9 @@ def test_prefill_computes_no_logits_of_the_prompt():
       valid,
       jax.random.key(0),
       jnp.float32(0.7),
-      greedy=False,
-      max_new_tokens=8,
-      eos_ids=(3,),
-      pad_id=0,
-      group_size=2,
+      options=rollout._Options(
+          greedy=False, max_new_tokens=8, eos_ids=(3,), pad_id=0, group_size=2
+      ),
   ).as_text()
   assert "tensor<6x23xf32>" in text  # [B, V]
   assert "x6x23xf32>" not in text  # [.., P, V]

@@ -286,7 +286,8 @@ def test_momentum_in_the_chain_at_full_rank():
   )
   state = logra_jax.init(tx, params)
   loss = lambda p: jnp.sum(logra_jax.dense(jnp.ones((2, 12)), p["a"]["kernel"]))
-  logra_jax.value_and_grad(loss)(params, state)
+  _, grads = logra_jax.value_and_grad(loss)(params, state)
+  assert grads["a"]["kernel"].shape == params["a"]["kernel"].shape
 
 
 def test_dense_state_in_the_chain_is_refused():
