@@ -345,7 +345,7 @@ def _report(
   """Says how the run stands and where its things are; draws its picture."""
   rows = metrics_lib.read_rows(path / metrics_lib.FILENAME)
   accuracy = metrics_lib.column(rows, "eval/accuracy")
-  if accuracy[0]:
+  if len(accuracy[0]) > 1:
     progress.say(
         f"held-out accuracy: {accuracy[1][0]:.3f} before,"
         f" {accuracy[1][-1]:.3f} after {accuracy[0][-1]} updates"
