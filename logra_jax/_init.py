@@ -14,12 +14,8 @@ def _has_sketch(state: Any) -> bool:
 
 
 def _owners(params: Any, plans: list[_state.Plan]) -> dict[str, Any]:
-  """What each parameter is: its Target, 'dense', 'frozen', or '' (no plan).
-
-  Longest paths first: a state's path may end in several parameters' paths.
-  """
-  paths = _paths.flatten(params)[0]
-  owners: dict[str, Any] = dict.fromkeys(sorted(paths, key=len)[::-1], "")
+  """What each parameter is: its Target, 'dense', 'frozen', or '' (no plan)."""
+  owners: dict[str, Any] = dict.fromkeys(_paths.flatten(params)[0], "")
   for plan in plans:
     owners |= {target.path: target for target in plan.targets}
     owners |= dict.fromkeys(plan.dense, "dense")
@@ -32,14 +28,13 @@ def _thin_leaves(state: Any, owners: dict[str, Any], after: bool) -> Any:
   leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
   out = []
   for key_path, leaf in leaves:
-    where = "/" + _paths.path_string(key_path)
-    mine = (o for p, o in owners.items() if where.endswith("/" + p))
-    owner: Any = next(mine, "")
+    path = _paths.owner(owners, _paths.path_string(key_path))
+    owner: Any = "" if path is None else owners[path]
     if owner == "frozen":
       leaf = None
     elif owner:
       if owner != "dense" and leaf.shape == owner.shape:
-        leaf = jnp.full(owner.thin, 0, jnp.float32)
+        leaf = jnp.zeros(owner.thin, jnp.float32)
       if after:
         leaf = _state.Update(leaf, jnp.zeros([], jnp.float32))
     out.append(leaf)

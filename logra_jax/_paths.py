@@ -42,6 +42,12 @@ def flatten(
   return flat, treedef
 
 
+def owner(paths: Iterable[str], where: str) -> str | None:
+  """The parameter whose path ends a state's path: the longest such path."""
+  ends = (path for path in paths if f"/{where}".endswith(f"/{path}"))
+  return max(ends, key=len, default=None)
+
+
 def first_match(patterns: Iterable[str], path: str) -> str | None:
   """The first regular expression that matches the whole path."""
   return next((p for p in patterns if re.fullmatch(p, path)), None)

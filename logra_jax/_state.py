@@ -143,9 +143,8 @@ class View:
         )
 
   def owner(self, where: str) -> str | None:
-    """The parameter whose path ends `where`; the longest such path."""
-    paths = (p for p in self._flat if where.endswith("/" + p))
-    return max(paths, key=len, default=None)
+    """The parameter that an optimizer state's path belongs to."""
+    return _paths.owner(self._flat, where)
 
   def free(self) -> dict[str, Any]:
     free: dict[str, Any] = {}
