@@ -1,7 +1,7 @@
 """LoGRA for JAX: full-weight RL updates from sketched gradients."""
 
 from logra_jax import linen, nnx
-from logra_jax._dense import dense, dot_general
+from logra_jax._dense import Kernel, dense, dot_general
 from logra_jax._grad import value_and_grad
 from logra_jax._init import init
 from logra_jax._kl_budget import KLBudgetState, cosine_budget, kl_budget
@@ -23,6 +23,7 @@ __all__ = [
     "DEFAULT_TARGETS",
     "KLBudgetState",
     "KLProbe",
+    "Kernel",
     "ScaleByRowAdamState",
     "SketchState",
     "Update",

@@ -26,9 +26,40 @@ DimensionNumbers = tuple[
 _STATIC = {"static": True}
 
 
+class Kernel:
+  """A pytree that stands where a kernel would, and multiplies in its own way.
+
+  `dot_general` (here and in `logra_jax.linen` and `logra_jax.nnx`) hands it the
+  layer's input. Subclasses are frozen dataclasses, registered as pytrees, with
+  the fields `kernel`, the parameter `[*batch, *in, *out]`, and `dtype`, what to
+  compute in (None: the kernel's own); every leaf leads with the batch axes.
+  """
+
+  kernel: jax.Array
+  dtype: Any
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.kernel.shape
+
+  @property
+  def ndim(self) -> int:
+    return self.kernel.ndim
+
+  def dot_general(
+      self,
+      x: jax.Array,
+      dimension_numbers: DimensionNumbers,
+      precision: Any = None,
+      preferred_element_type: Any = None,
+  ) -> jax.Array:
+    """The product of `x` with the kernel; as `jax.lax.dot_general`."""
+    raise NotImplementedError
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SketchedKernel:
+class SketchedKernel(Kernel):
   """A target kernel as the model sees it while it is differentiated.
 
   Every leaf leads with the kernel's batch axes, so that `scan`, `vmap` and
@@ -54,13 +85,27 @@ class SketchedKernel:
   forward: bool = dataclasses.field(default=False, metadata=_STATIC)
   dtype: Any = dataclasses.field(default=None, metadata=_STATIC)
 
-  @property
-  def shape(self) -> tuple[int, ...]:
-    return self.kernel.shape
-
-  @property
-  def ndim(self) -> int:
-    return self.kernel.ndim
+  def dot_general(
+      self,
+      x: jax.Array,
+      dimension_numbers: DimensionNumbers,
+      precision: Any = None,
+      preferred_element_type: Any = None,
+  ) -> jax.Array:
+    call = _Call(
+        target=self.target,
+        dimension_numbers=_check_axes(self, dimension_numbers),
+        precision=precision,
+        preferred=preferred_element_type,
+        dtype=self.dtype,
+        x_dtype=x.dtype,
+    )
+    if self.forward:
+      return _perturbed_dot(
+          call, x, self.kernel, self.factor, self.decay, self.key
+      )
+    factor = _varying_as(self.factor, x, self.kernel)
+    return _sketched_dot(call, x, self.kernel, factor, self.key)
 
   def __getitem__(self, index: Any) -> "SketchedKernel":
     if index is Ellipsis:  # how Flax NNX reads the whole of a variable
@@ -265,29 +310,18 @@ def dot_general(
   Raises:
     ValueError: the axes are not those that `targets` gave the kernel.
   """
-  if not isinstance(kernel, SketchedKernel):
-    return lax.dot_general(
-        x,
-        kernel,
-        dimension_numbers,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        **kwargs,
+  if isinstance(kernel, Kernel):
+    return kernel.dot_general(
+        x, dimension_numbers, precision, preferred_element_type
     )
-  call = _Call(
-      target=kernel.target,
-      dimension_numbers=_check_axes(kernel, dimension_numbers),
+  return lax.dot_general(
+      x,
+      kernel,
+      dimension_numbers,
       precision=precision,
-      preferred=preferred_element_type,
-      dtype=kernel.dtype,
-      x_dtype=x.dtype,
+      preferred_element_type=preferred_element_type,
+      **kwargs,
   )
-  if kernel.forward:
-    return _perturbed_dot(
-        call, x, kernel.kernel, kernel.factor, kernel.decay, kernel.key
-    )
-  factor = _varying_as(kernel.factor, x, kernel.kernel)
-  return _sketched_dot(call, x, kernel.kernel, factor, kernel.key)
 
 
 def dense(x: jax.Array, kernel: Any, *, precision: Any = None) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any
 from flax import linen as nn
 from flax.linen import dtypes
 
-from logra_jax._dense import SketchedKernel, dot_general
+from logra_jax._dense import Kernel, dot_general
 
 
 def promote_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> list:
@@ -21,11 +21,11 @@ def promote_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> list:
     The arguments in one dtype; a target keeps its parameter as it is, and is
     cast where it is used.
   """
-  arrays = [a.kernel if isinstance(a, SketchedKernel) else a for a in args]
+  arrays = [a.kernel if isinstance(a, Kernel) else a for a in args]
   dtype = dtypes.canonicalize_dtype(*arrays, dtype=dtype, inexact=inexact)
 
   def cast(a: Any) -> Any:
-    if isinstance(a, SketchedKernel):
+    if isinstance(a, Kernel):
       return dataclasses.replace(a, dtype=dtype)
     return dtypes.promote_dtype(a, dtype=dtype, inexact=inexact)[0]
 
