@@ -15,11 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from experiments.sharding import constrain
 from logra_jax import linen as lnn
 
 # A masked score. Finite, so that a row with nothing to attend to (padding) is
 # uniform and not NaN.
 _MASKED = -1e30
+# Between products with split kernels the residual stream is split by tokens.
+_RESIDUAL = ("batch", "sequence", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,8 @@ class DecoderConfig:
       logits are float32 in any case.
     param_dtype: dtype that `init` creates parameters in.
     remat: whether each layer is recomputed in the backward pass.
+    attention_block: queries whose scores are in memory at once, in the backward
+      pass too; None means all of them.
     family: `'llama'`, `'qwen2'` or `'qwen3'`: the architecture to export as.
     rope_scaling: Llama 3's rotary scaling, or None.
   """
@@ -74,6 +79,7 @@ class DecoderConfig:
   dtype: DTypeLike = "float32"
   param_dtype: DTypeLike = "float32"
   remat: bool = False
+  attention_block: int | None = None
   family: str = "llama"
   rope_scaling: RopeScaling | None = None
 
@@ -90,6 +96,11 @@ class DecoderConfig:
       raise ValueError(
           f"n_kv_heads must divide n_heads={self.n_heads}, "
           f"got {self.n_kv_heads}"
+      )
+    block = self.attention_block
+    if block is not None and (not isinstance(block, int) or block < 1):
+      raise ValueError(
+          f"attention_block must be a positive int or None, got {block!r}"
       )
     if self.head_dim % 2:
       raise ValueError(f"head_dim must be even, got {self.head_dim}")
@@ -169,8 +180,8 @@ def _rotate(x, rope):
   return turned.astype(x.dtype)
 
 
-def _attend(q, k, v, mask):
-  """Grouped attention.
+def _attend(q, k, v, mask, block):
+  """Grouped attention, `block` queries at a time.
 
   q `[B, S, K * G, H]`, k and v `[B, M, K, H]`, mask `[B or 1, S, M]` bool;
   returns `[B, S, K * G * H]`. Key-value heads are never repeated in memory.
@@ -178,14 +189,33 @@ def _attend(q, k, v, mask):
   batch, queries, n_heads, head_dim = q.shape
   n_kv_heads = k.shape[2]
   q = q.reshape(batch, queries, n_kv_heads, n_heads // n_kv_heads, head_dim)
+  if block is None or block >= queries:
+    out = _attend_block(q, k, v, mask)
+    return out.reshape(batch, queries, n_heads * head_dim)
+
+  def blocks(x):  # [B, S, ...] -> [S / block, B, block, ...]
+    pad = [(0, 0), (0, -queries % block)] + [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, pad)
+    x = x.reshape(x.shape[0], -1, block, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
+
+  # The scan of `map` already keeps XLA from undoing the recomputation.
+  one = jax.checkpoint(
+      lambda x: _attend_block(x[0], k, v, x[1]), prevent_cse=False
+  )
+  out = jnp.moveaxis(jax.lax.map(one, (blocks(q), blocks(mask))), 0, 1)
+  return out.reshape(batch, -1, n_heads * head_dim)[:, :queries]
+
+
+def _attend_block(q, k, v, mask):
+  """`_attend` of q `[B, S, K, G, H]`; returns the same shape."""
   scores = jnp.einsum(
       "bskgh,bmkh->bkgsm", q, k, preferred_element_type=jnp.float32
   )
-  scores = scores * head_dim**-0.5
+  scores = scores * q.shape[-1] ** -0.5
   scores = jnp.where(mask[:, None, None], scores, _MASKED)
   weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  out = jnp.einsum("bkgsm,bmkh->bskgh", weights, v)
-  return out.reshape(batch, queries, n_heads * head_dim)
+  return jnp.einsum("bkgsm,bmkh->bskgh", weights, v)
 
 
 class Embed(nn.Module):
@@ -203,8 +233,10 @@ class Embed(nn.Module):
     )
 
   def __call__(self, tokens):
+    tokens = constrain(tokens, "gathered_batch", None)
     # `take` gives NaN, not a neighbour, for an id outside the vocabulary.
-    return jnp.take(self.embedding, tokens, axis=0).astype(self.config.dtype)
+    x = jnp.take(self.embedding, tokens, axis=0).astype(self.config.dtype)
+    return constrain(x, "gathered_batch", None, None)
 
   def attend(self, hidden):
     return _head_logits("...d,vd->...v", hidden, self.embedding, self.config)
@@ -228,13 +260,19 @@ class Head(nn.Module):
 
 
 def _head_logits(spec, hidden, kernel, config):
-  """Float32 logits from products in the compute dtype."""
-  return jnp.einsum(
+  """Float32 logits, split over the vocabulary where the head is.
+
+  The features go to the head's devices, and the head nowhere.
+  """
+  between = (None,) * (hidden.ndim - 1)
+  hidden = constrain(hidden, "gathered_batch", *between)
+  logits = jnp.einsum(
       spec,
       hidden.astype(config.dtype),
       kernel.astype(config.dtype),
       preferred_element_type=jnp.float32,
   )
+  return constrain(logits, "gathered_batch", *between[1:], "vocab")
 
 
 class Layer(nn.Module):
@@ -278,11 +316,13 @@ class Layer(nn.Module):
     config = self.config
     x, cache = carry
     batch, queries, _ = x.shape
+    x = constrain(x, *_RESIDUAL)
 
     def heads(y, n):
-      return y.reshape(batch, queries, n, config.head_dim)
+      y = y.reshape(batch, queries, n, config.head_dim)
+      return constrain(y, "batch", None, "heads", None)
 
-    y = self._norm("attn_norm")(x)
+    y = constrain(self._norm("attn_norm")(x), "batch", None, None)
     bias, width = config.qkv_bias, config.n_kv_heads * config.head_dim
     q = self._dense(config.n_heads * config.head_dim, "q_proj", bias)(y)
     q = heads(q, config.n_heads)
@@ -293,13 +333,17 @@ class Layer(nn.Module):
     q, k = _rotate(q, rope), _rotate(k, rope)
     if cache is not None:
       cache, k, v = _update(cache, layer, index, k, v)
-    y = _attend(q, k, v, mask)
-    x = x + self._dense(config.d_model, "o_proj")(y)
+    y = _attend(q, k, v, mask, config.attention_block)
+    y = constrain(y, "batch", None, "heads")
+    y = self._dense(config.d_model, "o_proj")(y)
+    x = x + constrain(y, *_RESIDUAL)
 
-    y = self._norm("mlp_norm")(x)
+    y = constrain(self._norm("mlp_norm")(x), "batch", None, None)
     gate = self._dense(config.d_ff, "gate_proj")(y)
     y = nn.silu(gate) * self._dense(config.d_ff, "up_proj")(y)
-    x = x + self._dense(config.d_model, "down_proj")(y)
+    y = constrain(y, "batch", None, "features")
+    y = self._dense(config.d_model, "down_proj")(y)
+    x = x + constrain(y, *_RESIDUAL)
     return (x, cache), None
 
 
@@ -436,8 +480,8 @@ class Decoder(nn.Module):
 
   def _run(self, tokens, positions, mask, cache, index):
     """Embedding, layers and final norm; returns features and cache."""
-    x = self.embed(tokens)
+    x = constrain(self.embed(tokens), *_RESIDUAL)
     rope = _rope_tables(self.config, positions)
     layers = jnp.arange(self.config.n_layers)
     (x, cache), _ = self.layers((x, cache), layers, rope, mask, index)
-    return self.norm(x), cache
+    return constrain(self.norm(x), "batch", None, None), cache

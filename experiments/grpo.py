@@ -141,7 +141,10 @@ def _check_statistics(hidden, tokens, mask, temperature, chunk_size):
 
 def _chosen_and_entropy(logits, targets):
   """Log-softmax at the targets, and H = lse(z) - Σ_v p_v z_v."""
-  chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+  # Not a look-up, which would gather logits that are split over the vocabulary.
+  ids = lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+  hit = ids == targets[..., None]
+  chosen = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
   log_normalizer = jax.nn.logsumexp(logits, axis=-1)
   fixed = lax.stop_gradient(logits)
   mean = jnp.sum(jax.nn.softmax(fixed, axis=-1) * fixed, axis=-1)

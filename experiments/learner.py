@@ -16,7 +16,7 @@ import ml_collections
 import numpy as np
 import optax
 
-from experiments import grpo, packing
+from experiments import grpo, packing, sharding
 from experiments.rollout import Rollout
 import logra_jax
 
@@ -109,6 +109,10 @@ def make_train_step(
 
   def train_step(state, batch):
     grads, metrics = _accumulate(loss_fn, state, batch, config)
+    if not config.kl.enabled:
+      updates, opt_state = tx.update(grads, state.opt_state, state.params)
+      params = logra_jax.apply_updates(state.params, updates, opt_state)
+      return TrainState(params, opt_state, state.update + 1), metrics
     probe = logra_jax.kl_probe(
         features,
         state.params,
@@ -121,21 +125,29 @@ def make_train_step(
     updates, opt_state = tx.update(
         grads, state.opt_state, state.params, probe=probe
     )
+    metrics |= _kl_metrics(opt_state)
+    if config.kl.measure:
+      # The barrier keeps the merge, which is in place, behind the last use of
+      # the old weights; else there would be two copies of them.
+      reference, updates = jax.lax.optimization_barrier(
+          (probe.reference(), updates)
+      )
     params = logra_jax.apply_updates(state.params, updates, opt_state)
-    metrics |= _kl_metrics(opt_state, logra_jax.realised_kl(probe, params))
+    if config.kl.measure:
+      realised = logra_jax.realised_kl(probe, params, reference)
+      metrics["kl/realised"] = realised
     return TrainState(params, opt_state, state.update + 1), metrics
 
   return train_step
 
 
-def _kl_metrics(opt_state, realised):
-  """KL of the update in nats per generated token, and its scale."""
+def _kl_metrics(opt_state):
+  """Predicted KL of the update in nats per generated token, and its scale."""
   found = logra_jax.diagnostics(opt_state)
   return {
       # KL is quadratic in the step: that of the step as it was scaled.
       "kl/predicted": jnp.square(found["alpha"]) * found["predicted_kl"],
       "kl/proposed": found["predicted_kl"],
-      "kl/realised": realised,
       "kl/budget": found["budget"],
       "kl/step_scale": found["alpha"],
       "kl/skipped": found["skipped"],
@@ -157,7 +169,7 @@ def probe_rows(config: ml_collections.ConfigDict) -> np.ndarray:
 def _probe_batch(rollout, config):
   """The probe's responses, with a mask `[b, C]` of what predicts a token."""
   n_new = config.rollout.max_new_tokens
-  rollout = jax.tree.map(lambda x: x[probe_rows(config)], rollout)
+  rollout = _split(jax.tree.map(lambda x: x[probe_rows(config)], rollout), 0)
   return {
       # Of different prompts: nothing to share.
       "packed": packing.pack(rollout, n_new, 1),
@@ -176,9 +188,21 @@ def _micro_batches(batch, config):
       ),
   }
   n = batch.advantages.shape[0] // config.loss.micro_batch
-  return jax.tree.map(
+  arrays = jax.tree.map(
       lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), arrays
   )
+  return _split(arrays, 1)
+
+
+def _split(tree, axis):
+  """Splits the responses, which lie along `axis`, over the devices."""
+
+  def one(x):
+    names = [None] * x.ndim
+    names[axis] = "batch"
+    return sharding.constrain(x, *names)
+
+  return jax.tree.map(one, tree)
 
 
 def _accumulate(loss_fn, state, batch, config):
@@ -188,7 +212,11 @@ def _accumulate(loss_fn, state, batch, config):
   grad_fn = logra_jax.value_and_grad(loss_fn, has_aux=True)
 
   def gradients(micro_batch):
-    return grad_fn(state.params, state.opt_state, micro_batch, normalizer)
+    value, grads = grad_fn(
+        state.params, state.opt_state, micro_batch, normalizer
+    )
+    # Summed over the devices' responses as sketches, and split at once.
+    return value, sharding.constrain_gradients(grads, state.params)
 
   def add(total, micro_batch):
     (loss, aux), grads = gradients(micro_batch)
@@ -197,6 +225,7 @@ def _accumulate(loss_fn, state, batch, config):
   first = jax.tree.map(lambda x: x[0], micro_batches)
   _, shapes = jax.eval_shape(gradients, first)
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  zeros = sharding.constrain_gradients(zeros, state.params)
   grads, (losses, aux) = jax.lax.scan(add, zeros, micro_batches)
   metrics = grpo.merge_metrics(aux)
   return grads, {

@@ -145,6 +145,10 @@ class KLProbe:
   temperature: float = dataclasses.field(metadata={"static": True})
   chunk_size: int = dataclasses.field(metadata={"static": True})
 
+  def reference(self) -> jax.Array:
+    """What `realised_kl` keeps of the policy before the update."""
+    return self.logits_fn(self.params, self.batch)
+
   def __call__(self, updates: Any) -> jax.Array:
     """Predicted KL of adding `updates` to the parameters.
 
@@ -245,17 +249,22 @@ def kl_probe(
   )
 
 
-def realised_kl(probe: KLProbe, new_params: Any) -> jax.Array:
+def realised_kl(
+    probe: KLProbe, new_params: Any, reference: jax.Array | None = None
+) -> jax.Array:
   """Exact KL from the probe's policy to that of `new_params`.
 
   Args:
     probe: made before the update, by `kl_probe`.
     new_params: the parameters after it.
+    reference: `probe.reference()`, computed before the merge. Without it the
+      old weights have to stay in memory beside the new ones. (Those of the
+      head do so in any case, if it is trained.)
 
   Returns:
     `KL(old ‖ new)`, float32 scalar, nats per generated token of the probe.
   """
-  old = probe.logits_fn(probe.params, probe.batch)
+  old = probe.reference() if reference is None else reference
   new = probe.logits_fn(new_params, probe.batch)
 
   def token_kl(h, new_h):

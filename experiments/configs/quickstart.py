@@ -23,7 +23,14 @@ def get_config() -> ml_collections.ConfigDict:
   c.dtype = "float32"  # Of activations and products.
   c.param_dtype = "float32"  # Of the stored weights.
   c.remat = False  # Recompute each layer in the backward pass.
+  c.attention_block = 0  # Queries scored at once; 0 means all.
   c.updates = 20
+
+  # Devices along each axis (experiments/sharding.py); all are used.
+  c.mesh = ml_collections.ConfigDict()
+  c.mesh.data = 1
+  c.mesh.fsdp = 1
+  c.mesh.tensor = 1
 
   c.task = ml_collections.ConfigDict()
   c.task.name = "addition"
@@ -63,11 +70,13 @@ def get_config() -> ml_collections.ConfigDict:
   # KL(old || new) that one update may cost, in nats per generated token:
   # a cosine from budget to final_budget, constant where they are equal.
   c.kl = ml_collections.ConfigDict()
+  c.kl.enabled = True
   c.kl.budget = 2e-3
   c.kl.final_budget = 2e-3
   c.kl.anneal_updates = 300
   c.kl.alpha_max = 3.0
   c.kl.probe_responses = 4
+  c.kl.measure = True  # Also the KL of the step taken, after the merge.
 
   c.evaluate = ml_collections.ConfigDict()
   c.evaluate.every = 10  # Updates; also before the first and after the last.

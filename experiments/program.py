@@ -1,0 +1,114 @@
+"""The update as a compiled program: for a mesh at hand, or one far away.
+
+Nothing here allocates an array, so a model may be larger than the machine.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from jax.sharding import Mesh
+
+from experiments import learner, optimizers, sharding
+from experiments.decoder import Decoder, DecoderConfig
+from experiments.rollout import Rollout
+
+
+def configure(
+    architecture: DecoderConfig, config: ml_collections.ConfigDict
+) -> DecoderConfig:
+  """The architecture as the config runs it: dtypes, recomputation, blocks."""
+  return dataclasses.replace(
+      architecture,
+      dtype=config.dtype,
+      param_dtype=config.param_dtype,
+      remat=config.remat,
+      attention_block=config.attention_block or None,
+  )
+
+
+def jit_update(
+    model: Decoder,
+    tx: Any,
+    config: ml_collections.ConfigDict,
+    state: learner.TrainState,
+    mesh: Mesh,
+) -> Any:
+  """The jitted train step; it donates its state, which stays where it lies.
+
+  Args:
+    model: the policy.
+    tx: of `optimizers.make_optimizer`.
+    config: a config like `configs/quickstart.py`.
+    state: arrays or `jax.ShapeDtypeStruct`.
+    mesh: of `sharding.make_mesh`; call the step inside `jax.set_mesh(mesh)`.
+  """
+  where = sharding.shardings(state, state.params, mesh)
+  return jax.jit(
+      learner.make_train_step(model, tx, config),
+      donate_argnums=0,
+      out_shardings=(where, sharding.replicated(mesh)),
+  )
+
+
+def abstract_arguments(
+    architecture: DecoderConfig, config: ml_collections.ConfigDict, mesh: Mesh
+) -> tuple[learner.TrainState, learner.Batch]:
+  """Shapes, dtypes and shardings of the arguments of the train step."""
+  model = Decoder(configure(architecture, config))
+  tx = optimizers.make_optimizer(config)
+
+  def make():
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    params = model.init(jax.random.key(0), tokens)["params"]
+    params = optimizers.init_params(config, params)
+    return learner.init_state(params, tx)
+
+  state = jax.eval_shape(make)
+  n = config.rollout.prompts * config.rollout.responses
+  length = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+  of = jax.ShapeDtypeStruct
+  batch = learner.Batch(
+      rollout=Rollout(
+          tokens=of((n, length), jnp.int32),
+          valid=of((n, length), jnp.bool_),
+          completion_mask=of((n, length), jnp.bool_),
+          log_probs=of((n, length), jnp.float32),
+          finished=of((n,), jnp.bool_),
+      ),
+      advantages=of((n,), jnp.float32),
+  )
+  place = lambda x, where: of(x.shape, x.dtype, sharding=where)
+  return (
+      jax.tree.map(
+          place, state, sharding.shardings(state, state.params, mesh)
+      ),
+      jax.tree.map(place, batch, sharding.batch_shardings(batch, mesh)),
+  )
+
+
+def lower_update(
+    architecture: DecoderConfig, config: ml_collections.ConfigDict, mesh: Mesh
+) -> jax.stages.Lowered:
+  """The whole update, ready to compile for the mesh's devices.
+
+  Args:
+    architecture: shapes of the model; dtypes and recomputation are the
+      config's.
+    config: a config like `configs/quickstart.py`.
+    mesh: of `sharding.make_mesh`, of real or described devices.
+
+  Raises:
+    ValueError: the mesh cannot split the model or the batch.
+  """
+  sharding.check_model(architecture, mesh)
+  sharding.check_batch(
+      "config.loss.micro_batch", config.loss.micro_batch, mesh
+  )
+  model = Decoder(configure(architecture, config))
+  tx = optimizers.make_optimizer(config)
+  with jax.set_mesh(mesh):
+    state, batch = abstract_arguments(architecture, config, mesh)
+    return jit_update(model, tx, config, state, mesh).lower(state, batch)
