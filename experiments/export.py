@@ -9,7 +9,7 @@ import sys
 from absl import app, flags, logging
 import jax
 
-from experiments import checkpoints, hf, learner, optimizers, train
+from experiments import checkpoints, hf, learner, lora, optimizers, train
 from experiments import workdir as workdir_lib
 
 
@@ -36,11 +36,15 @@ def export(workdir: str | pathlib.Path, out: str | pathlib.Path) -> int:
     )
   loaded = train.load_model(config)
   tx = optimizers.make_optimizer(config)
-  template = jax.eval_shape(lambda p: learner.init_state(p, tx), loaded.params)
+
+  def make_state(params):
+    return learner.init_state(optimizers.init_params(config, params), tx)
+
+  template = jax.eval_shape(make_state, loaded.params)
   restored = saved.restore(template)
   assert restored is not None  # There are checkpoints.
   update, state = restored
-  hf.save(out, loaded.config, state.params, loaded.tokenizer)
+  hf.save(out, loaded.config, lora.merge(state.params), loaded.tokenizer)
   return update
 
 

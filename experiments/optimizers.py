@@ -1,8 +1,8 @@
-"""The optimizers that a config can name, each under the same KL budget.
+"""The optimizers that a config can name, each with or without a KL budget.
 
-An optimizer is an ordinary optax chain whose last link is
-`logra_jax.kl_budget`. All of them train the same seven projections of every
-layer, and leave everything else as it is.
+An optimizer is an ordinary optax chain: a direction, the learning rate, and
+`logra_jax.kl_budget` as the last link. All of them train the same seven
+projections of every layer; everything else is frozen, or trained by Adam.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,13 @@ import jax
 import ml_collections
 import optax
 
+from experiments import lora
 import logra_jax
+
+PyTree = Any
+Make = Callable[[ml_collections.ConfigDict], optax.GradientTransformation]
+
+_FROZEN = "frozen"
 
 
 def make_optimizer(
@@ -25,28 +31,78 @@ def make_optimizer(
     config: a config like `configs/quickstart.py`.
 
   Returns:
-    A transformation whose update takes `probe=` (see `logra_jax.kl_probe`).
+    A transformation for parameters of `init_params`. With `config.kl.enabled`
+    its update takes `probe=` (see `logra_jax.kl_probe`).
 
   Raises:
-    ValueError: an unknown name, or a value that an optimizer refuses.
+    ValueError: an unknown name, or a value that no run could use.
   """
   c = config.optimizer
-  if c.name not in OPTIMIZERS:
-    raise ValueError(
-        f"config.optimizer.name={c.name!r} is not one of {sorted(OPTIMIZERS)}"
-    )
+  _check(c)
+  sign_and_size = (
+      optax.scale_by_learning_rate(c.learning_rate)
+      if c.learning_rate
+      else optax.scale(-1.0)
+  )
+  links = [OPTIMIZERS[c.name](c), sign_and_size]
+  budget = logra_jax.kl_budget(
+      _budget(config.kl), alpha_max=config.kl.alpha_max
+  )
+  if config.kl.enabled:
+    links.append(budget)
+  return optax.chain(*links)
+
+
+def init_params(config: ml_collections.ConfigDict, params: PyTree) -> PyTree:
+  """What the optimizer of `config` trains: `params`, for LoRA with adapters.
+
+  Args:
+    config: a config like `configs/quickstart.py`.
+    params: the model's parameters; also within `jax.eval_shape`.
+
+  Returns:
+    A tree that stands for `params` in the model. `lora.merge` gives plain
+    arrays back.
+
+  Raises:
+    ValueError: there is nothing in `params` for LoRA to adapt.
+  """
+  c = config.optimizer
+  if c.name != "lora":
+    return params
+  return lora.wrap(params, c.rank, c.lora_alpha, c.seed)
+
+
+def _check(c: ml_collections.ConfigDict) -> None:
+  """Raises ValueError for a value that is wrong for any optimizer."""
+  inf = float("inf")
+  checks = {
+      "name": (c.name in OPTIMIZERS, f"one of {sorted(OPTIMIZERS)}"),
+      "learning_rate": (0 <= c.learning_rate < inf, "at least 0"),
+      "update_ratio": (0 <= c.update_ratio < inf, "at least 0"),
+      "momentum": (0 <= c.momentum < 1, "in [0, 1)"),
+      "beta2": (0 <= c.beta2 < 1, "in [0, 1)"),
+      "eps": (0 < c.eps < inf, "positive"),
+      "weight_decay": (0 <= c.weight_decay < inf, "at least 0"),
+      "rank": (c.rank >= 1, "at least 1"),
+      "lora_alpha": (0 < c.lora_alpha < inf, "positive"),
+      "galore_gap": (c.galore_gap >= 1, "at least 1"),
+      "others": (c.others in (_FROZEN, "adam"), "'frozen' or 'adam'"),
+  }
+  for name, (fine, wanted) in checks.items():
+    if not fine:
+      raise ValueError(f"config.optimizer.{name}={c[name]!r} must be {wanted}")
   if (c.learning_rate > 0) == (c.update_ratio > 0):
     raise ValueError(
         f"config.optimizer.learning_rate={c.learning_rate} and"
         f" .update_ratio={c.update_ratio}: one must be positive, the other 0"
     )
-  links = [OPTIMIZERS[c.name](c)]
-  if c.learning_rate:
-    links.append(optax.scale_by_learning_rate(c.learning_rate))
-  links.append(
-      logra_jax.kl_budget(_budget(config.kl), alpha_max=config.kl.alpha_max)
-  )
-  return optax.chain(*links)
+  if c.update_ratio and (c.name != "logra" or c.others != _FROZEN):
+    raise ValueError(
+        f"config.optimizer.update_ratio={c.update_ratio} sizes the steps of"
+        f" logra's targets alone, not those of name={c.name!r} with"
+        f" others={c.others!r}; give a learning_rate in its place"
+    )
 
 
 def _budget(c: ml_collections.ConfigDict) -> float | optax.Schedule:
@@ -65,57 +121,174 @@ def _logra(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
   ]
   if c.momentum:
     inner.insert(0, optax.trace(c.momentum))
-  return logra_jax.sketch(
-      c.rank,
-      targets=logra_jax.DEFAULT_TARGETS,
-      inner=optax.chain(*inner),
-      seed=c.seed,
-      distribution=c.distribution,
-      refresh=c.refresh,
-      weight_decay=c.weight_decay,
-      update_ratio=c.update_ratio or None,
-  )
+  # What `sketch` is given descends, at learning rate 1: it is negated again
+  # before the chain's learning rate.
+  others = optax.chain(_adam_of_others(c), optax.scale(-1.0))
+  try:
+    return logra_jax.sketch(
+        c.rank,
+        targets=logra_jax.DEFAULT_TARGETS,
+        others=None if c.others == _FROZEN else others,
+        inner=optax.chain(*inner),
+        seed=c.seed,
+        distribution=c.distribution,
+        refresh=c.refresh,
+        weight_decay=c.weight_decay,
+        update_ratio=c.update_ratio or None,
+    )
+  except ValueError as error:
+    raise ValueError(f"config.optimizer: {error}") from error
 
 
 def _dense_adam(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
-  """Adam on the dense gradients of the same kernels."""
-  if c.update_ratio:
-    raise ValueError(
-        f"config.optimizer.update_ratio={c.update_ratio} needs the optimizer"
-        " 'logra'; give dense_adam a learning_rate"
-    )
-  adam = optax.chain(
+  """`optax.adamw` on the dense gradients of the same kernels."""
+  return _on_targets(c, _adamw(c))
+
+
+def _lora(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+  """`optax.adamw` on the adapters of the same kernels."""
+  return _on_targets(c, _adamw(c), f"{logra_jax.DEFAULT_TARGETS}/[ab]")
+
+
+def _galore(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+  """`optax.contrib.galore` on the same kernels, each layer by itself."""
+  scale_by_galore = optax.contrib.scale_by_galore(
+      rank=c.rank,
+      update_proj_gap=c.galore_gap,
+      base_optimizer=optax.scale_by_adam(b1=c.momentum, b2=c.beta2, eps=c.eps),
+  )
+  return _on_targets(
+      c,
+      optax.chain(
+          per_layer(scale_by_galore), optax.add_decayed_weights(c.weight_decay)
+      ),
+  )
+
+
+def _muon(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+  """`optax.contrib.muon` on the same kernels, each layer by itself."""
+  # Axes that are neither input nor output stack matrices.
+  axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+  muon = optax.contrib.muon(
+      1.0,
+      beta=c.momentum,
+      eps=c.eps,
+      weight_decay=c.weight_decay,
+      muon_weight_dimension_numbers=lambda p: jax.tree.map(lambda _: axes, p),
+      # Steps of Adam's size, for one learning rate is there for all.
+      consistent_rms=0.2,
+  )
+  return _on_targets(c, optax.chain(muon, optax.scale(-1.0)))
+
+
+def _adamw(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+  """The direction of AdamW, before the learning rate."""
+  return optax.chain(
       optax.scale_by_adam(b1=c.momentum, b2=c.beta2, eps=c.eps),
       optax.add_decayed_weights(c.weight_decay),
   )
-  return only_targets(adam)
 
 
-def only_targets(
+def _adam_of_others(
+    c: ml_collections.ConfigDict,
+) -> optax.GradientTransformation:
+  """The direction of what is no target, the same for all optimizers."""
+  return optax.scale_by_adam(b1=0.9, b2=c.beta2, eps=c.eps)
+
+
+def per_layer(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-  """Trains the default targets by `tx`, and nothing else."""
-  return optax.partition(
-      {"targets": tx, "frozen": optax.set_to_zero()}, _labels
+  """Applies a transformation of matrices to stacks of them, one at a time.
+
+  Args:
+    tx: a transformation that needs no parameters to update. Scalars in its
+      state (counts) must be the same for all layers.
+
+  Returns:
+    A transformation of trees whose leaves are `[n_layers, ...]`; in its state
+    what `tx` keeps for a matrix is stacked in the same way.
+  """
+
+  def init(params):
+    return _share_scalars(jax.lax.map(tx.init, params))
+
+  def update(updates, state, params=None):
+    del params
+    leaves, treedef = jax.tree.flatten(state)
+    stacked = [x for x in leaves if x.ndim]
+
+    def one(args):
+      grads, own = args
+      own = iter(own)
+      # A shared count stays outside the loop's inputs: what depends on it
+      # alone is a branch, not a selection between two results.
+      full = [next(own) if x.ndim else x for x in leaves]
+      return tx.update(grads, jax.tree.unflatten(treedef, full))
+
+    out, new_state = jax.lax.map(one, (updates, stacked))
+    return out, _share_scalars(new_state)
+
+  return optax.GradientTransformation(init, update)
+
+
+def _share_scalars(state: Any) -> Any:
+  """One value for what is a scalar in every layer's state."""
+  return jax.tree.map(lambda x: x if x.ndim > 1 else x[0], state)
+
+
+def _on_targets(
+    c: ml_collections.ConfigDict,
+    tx: optax.GradientTransformation,
+    targets: str = logra_jax.DEFAULT_TARGETS,
+) -> optax.GradientTransformation:
+  """Trains the targets by `tx` and the others by `config.optimizer.others`.
+
+  What is frozen has the update None, as it has under `logra_jax.sketch`: it
+  is neither merged nor part of the probe's perturbation.
+  """
+
+  def label(key_path, leaf):
+    del leaf
+    path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+    if re.fullmatch(targets, path):
+      return "targets"
+    # The kernel that adapters stand beside.
+    within_target = re.fullmatch(f"{logra_jax.DEFAULT_TARGETS}/.*", path)
+    return _FROZEN if within_target else c.others
+
+  def labels(params):
+    found = jax.tree_util.tree_map_with_path(label, params)
+    if "targets" not in jax.tree.leaves(found):
+      raise ValueError(
+          f"config.optimizer.name={c.name!r} finds nothing to train: no path"
+          f" matches {targets!r}; make the parameters with"
+          " optimizers.init_params"
+      )
+    return found
+
+  def without_frozen(updates, params):
+    del params
+    return jax.tree.map(
+        lambda label, x: None if label == _FROZEN else x,
+        labels(updates),
+        updates,
+    )
+
+  transforms = {
+      "targets": tx,
+      "adam": _adam_of_others(c),
+      _FROZEN: optax.set_to_zero(),
+  }
+  return optax.chain(
+      optax.partition(transforms, labels), optax.stateless(without_frozen)
   )
 
 
-def _labels(params: Any) -> Any:
-  """The name of the partition of each parameter."""
-
-  def label(path, leaf):
-    del leaf
-    name = "/".join(str(key.key) for key in path)
-    return (
-        "targets" if re.fullmatch(logra_jax.DEFAULT_TARGETS, name) else "frozen"
-    )
-
-  return jax.tree_util.tree_map_with_path(label, params)
-
-
-OPTIMIZERS: dict[
-    str, Callable[[ml_collections.ConfigDict], optax.GradientTransformation]
-] = {
+OPTIMIZERS: dict[str, Make] = {
     "logra": _logra,
     "dense_adam": _dense_adam,
+    "lora": _lora,
+    "galore": _galore,
+    "muon": _muon,
 }

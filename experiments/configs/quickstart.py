@@ -52,24 +52,35 @@ def get_config() -> ml_collections.ConfigDict:
   c.loss.chunk = 128  # Tokens whose logits are in memory at once.
 
   c.optimizer = ml_collections.ConfigDict()
+  # 'logra', 'dense_adam', 'lora', 'galore' or 'muon'. Each trains the seven
+  # projections of every layer.
   c.optimizer.name = "logra"
+  # What happens to all other parameters (embeddings, norms, biases, head):
+  # 'frozen', or 'adam' with the same learning rate, beta2 and eps, momentum
+  # 0.9 and no weight decay.
+  c.optimizer.others = "frozen"
   # The step before the KL budget's say. One of the two, the other is 0:
   c.optimizer.learning_rate = 1e-5
-  c.optimizer.update_ratio = 0.0  # ‖ΔW‖ / ‖W‖ over all targets.
-  c.optimizer.momentum = 0.9
-  c.optimizer.beta2 = 0.95
+  c.optimizer.update_ratio = 0.0  # ‖ΔW‖ / ‖W‖ over all targets; 'logra' only.
+  c.optimizer.momentum = 0.9  # Adam's beta1, of logra's sketches, of Muon.
+  c.optimizer.beta2 = 0.95  # Not read by 'muon'.
   c.optimizer.eps = 1e-8
   c.optimizer.weight_decay = 0.0
+  c.optimizer.rank = 16  # Of sketches, adapters, or GaLore's projections.
+  c.optimizer.seed = 42  # Of logra's bases, of lora's first adapters.
+  # What only 'lora' reads: adapters are scaled by lora_alpha / rank.
+  c.optimizer.lora_alpha = 32.0
+  # What only 'galore' reads: updates between two projections.
+  c.optimizer.galore_gap = 200
   # What only 'logra' reads.
-  c.optimizer.rank = 16
   c.optimizer.distribution = "rademacher"
   c.optimizer.refresh = False
   c.optimizer.norm_preserving = False
-  c.optimizer.seed = 42
 
   # KL(old || new) that one update may cost, in nats per generated token:
   # a cosine from budget to final_budget, constant where they are equal.
   c.kl = ml_collections.ConfigDict()
+  c.kl.enabled = True  # False: steps of the learning rate, as they are.
   c.kl.enabled = True
   c.kl.budget = 2e-3
   c.kl.final_budget = 2e-3
