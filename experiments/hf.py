@@ -137,6 +137,26 @@ def load(
   return config, params, tokenizer
 
 
+def read_config(
+    directory: str | pathlib.Path, param_dtype: DTypeLike = "float32"
+) -> DecoderConfig:
+  """Reads `config.json` of a Hugging Face directory, and nothing else.
+
+  Args:
+    directory: with `config.json`; weights and tokenizer may be missing.
+    param_dtype: dtype of the parameters.
+
+  Returns:
+    The decoder's configuration.
+
+  Raises:
+    ValueError: if the file is missing or corrupt, or the architecture or one
+      of its options is unknown.
+  """
+  raw = _Json(pathlib.Path(directory) / "config.json", _SILENT)
+  return _read_config(raw, jnp.dtype(param_dtype).name)
+
+
 def _read_config(raw: Mapping[str, Any], param_dtype: str) -> DecoderConfig:
   """The decoder's configuration from the content of config.json."""
   family = _family(raw)
