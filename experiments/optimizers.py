@@ -201,6 +201,9 @@ def per_layer(
 ) -> optax.GradientTransformation:
   """Applies a transformation of matrices to stacks of them, one at a time.
 
+  A loop, so that a branch within `tx` stays one, and so that what it makes of
+  one matrix is gone before the next.
+
   Args:
     tx: a transformation that needs no parameters to update. Scalars in its
       state (counts) must be the same for all layers.
@@ -221,8 +224,6 @@ def per_layer(
     def one(args):
       grads, own = args
       own = iter(own)
-      # A shared count stays outside the loop's inputs: what depends on it
-      # alone is a branch, not a selection between two results.
       full = [next(own) if x.ndim else x for x in leaves]
       return tx.update(grads, jax.tree.unflatten(treedef, full))
 
