@@ -1,0 +1,342 @@
+"""What a model's update needs on a target, as the target's compiler says.
+
+The real update is compiled for devices that need not be there; nothing runs.
+Peak memory of a device means arguments + outputs - aliased + temporaries.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import importlib.metadata
+import math
+import re
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+import ml_collections
+
+from experiments import devices, hlo, models, program, sharding
+from experiments.configs import quickstart
+import logra_jax
+
+_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """What to compile.
+
+  Attributes:
+    model: of `models.architecture`.
+    target: of `devices.parse`.
+    optimizer: a name of `optimizers.OPTIMIZERS`.
+    rank: of sketches, adapters or projections.
+    tokens: length of a sequence, prompt and completion together.
+    prompt_tokens: of these, the prompt's; None means an eighth.
+    sequences: responses per update and data shard (device along the axes
+      `data` and `fsdp`).
+    micro_batch: of these, how many are computed at once; divides `sequences`.
+    probe: responses per data shard that the KL is predicted on; None means 2,
+      or `sequences` where that is less.
+    mesh: devices along each of `sharding.AXES`; missing ones are 1. None means
+      all on `fsdp`.
+    param_dtype: of the stored weights; None means bfloat16, and float32 for
+      `dense_adam`.
+    others: `'frozen'` or `'adam'`: embeddings, norms, biases, head.
+    attention_block: queries scored at once; 0 means all.
+    chunk: tokens whose logits are in memory at once, over all devices.
+  """
+
+  model: str
+  target: str
+  optimizer: str = "logra"
+  rank: int = 256
+  tokens: int = 2048
+  prompt_tokens: int | None = None
+  sequences: int = 1
+  micro_batch: int = 1
+  probe: int | None = None
+  mesh: Mapping[str, int] | None = None
+  param_dtype: str | None = None
+  others: str = "frozen"
+  attention_block: int = 512
+  chunk: int = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What the compiler says; bytes and operations are per device.
+
+  Attributes:
+    request: what was asked, every None replaced by what it stood for.
+    n_devices: of the target.
+    n_params: of the model.
+    memory_bytes: memory of a device.
+    arguments: bytes of the update's arguments by kind: `weights`, `optimizer`,
+      `batch`.
+    gradient_bytes: of what the backward pass leaves: sketches for `logra`.
+    argument_bytes: of all arguments, with the compiler's padding.
+    output_bytes: of all results.
+    aliased_bytes: of results that lie where an argument was.
+    temporary_bytes: of everything in between.
+    peak_bytes: arguments + outputs - aliased + temporaries; if the compiler
+      refused, what it said that it would need, or None if it did not say.
+    floor_bytes: of the weights alone in bfloat16, spread over the devices.
+    fits: whether the peak is at most the memory of a device.
+    refusal: the compiler's first line if it ran out of memory, else empty.
+    flops: operations of matrix products (see `hlo`).
+    collective_bytes: by kind (see `hlo`).
+    unknown_loops: loops of unknown length, counted once.
+    compile_seconds: time that tracing and compiling took.
+    versions: of the packages that compiled.
+  """
+
+  request: Request
+  n_devices: int
+  n_params: int
+  memory_bytes: int
+  arguments: dict[str, int]
+  gradient_bytes: int
+  argument_bytes: int
+  output_bytes: int
+  aliased_bytes: int
+  temporary_bytes: int
+  peak_bytes: int | None
+  floor_bytes: int
+  fits: bool
+  refusal: str
+  flops: int
+  collective_bytes: dict[str, int]
+  unknown_loops: int
+  compile_seconds: float
+  versions: dict[str, str]
+
+
+def plan(request: Request) -> Plan:
+  """Compiles one update.
+
+  Args:
+    request: what to compile.
+
+  Returns:
+    The compiler's account, also where it ran out of the device's memory.
+
+  Raises:
+    ValueError: an unknown model, target or optimizer; a mesh that does not
+      multiply to the devices, or cannot split the model; sizes that contradict
+      each other.
+    ImportError: the target's library is missing; names the extra.
+  """
+  request = resolved(request)
+  target = devices.parse(request.target)
+  architecture = models.architecture(request.model)
+  mesh = _mesh(request, target)
+  config = config_of(request, mesh)
+  state, batch = program.abstract_arguments(architecture, config, mesh)
+  common = {
+      "request": request,
+      "n_devices": mesh.size,
+      "n_params": models.n_params(architecture),
+      "memory_bytes": target.memory_bytes,
+      "arguments": {
+          "weights": _bytes(state.params),
+          "optimizer": _bytes(state.opt_state) + _bytes(state.update),
+          "batch": _bytes(batch),
+      },
+      "gradient_bytes": _gradient_bytes(state, mesh),
+      "floor_bytes": -(-2 * models.n_params(architecture) // mesh.size),
+      "versions": _versions(),
+  }
+  started = time.monotonic()
+  lowered = program.lower_update(architecture, config, mesh)
+  try:
+    compiled = lowered.compile(compiler_options=target.compiler_options)
+  except jax.errors.JaxRuntimeError as error:
+    return _refused(common, error, time.monotonic() - started)
+  seconds = time.monotonic() - started
+  return _measured(common, compiled, seconds)
+
+
+def _measured(
+    common: Mapping[str, Any], compiled: jax.stages.Compiled, seconds: float
+) -> Plan:
+  """The plan of a program that was compiled."""
+  sizes = compiled.memory_analysis()
+  cost = hlo.cost(compiled.as_text())
+  peak = (
+      sizes.argument_size_in_bytes
+      + sizes.output_size_in_bytes
+      - sizes.alias_size_in_bytes
+      + sizes.temp_size_in_bytes
+  )
+  return Plan(
+      **common,
+      argument_bytes=sizes.argument_size_in_bytes,
+      output_bytes=sizes.output_size_in_bytes,
+      aliased_bytes=sizes.alias_size_in_bytes,
+      temporary_bytes=sizes.temp_size_in_bytes,
+      peak_bytes=peak,
+      fits=peak <= common["memory_bytes"],
+      refusal="",
+      flops=cost.flops,
+      collective_bytes=dict(sorted(cost.collective_bytes.items())),
+      unknown_loops=cost.unknown_loops,
+      compile_seconds=round(seconds, 1),
+  )
+
+
+def _refused(
+    common: Mapping[str, Any], error: jax.errors.JaxRuntimeError, seconds: float
+) -> Plan:
+  """The plan of a program that the compiler has no room for."""
+  if not str(error).startswith("RESOURCE_EXHAUSTED"):
+    target = common["request"].target
+    raise ValueError(
+        f"the compiler of target={target!r} failed: {_first_line(error)}"
+    ) from error
+  return Plan(
+      **common,
+      argument_bytes=sum(common["arguments"].values()),
+      output_bytes=0,
+      aliased_bytes=0,
+      temporary_bytes=0,
+      peak_bytes=needed_bytes(str(error)),
+      fits=False,
+      refusal=_first_line(error),
+      flops=0,
+      collective_bytes={},
+      unknown_loops=0,
+      compile_seconds=round(seconds, 1),
+  )
+
+
+def _first_line(error: Exception) -> str:
+  return str(error).splitlines()[0]
+
+
+def needed_bytes(message: str) -> int | None:
+  """Bytes that an out-of-memory message of a TPU compiler asks for.
+
+  Args:
+    message: such as "Used 26.60G of 15.75G hbm" or "the total memory required
+      for HLO temporaries (256.00G) exceeds available HBM (15.75G)".
+
+  Returns:
+    The number; None if there is none in a known form.
+  """
+  match = re.search(r"(?:Used |\()([\d.]+)([KMGT])(?: of |\) exceeds)", message)
+  if not match:
+    return None
+  return int(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1))
+
+
+def resolved(request: Request) -> Request:
+  """The request with every None replaced by what it stands for.
+
+  Raises:
+    ValueError: a number that cannot be.
+  """
+  for name in ("rank", "tokens", "sequences", "micro_batch", "chunk"):
+    value = vars(request)[name]
+    if value < 1:
+      raise ValueError(f"{name}={value} must be at least 1")
+  if request.attention_block < 0:
+    raise ValueError(
+        f"attention_block={request.attention_block} must be 0 or more"
+    )
+  if request.sequences % request.micro_batch:
+    raise ValueError(
+        f"micro_batch={request.micro_batch} must divide"
+        f" sequences={request.sequences}"
+    )
+  dtype = "float32" if request.optimizer == "dense_adam" else "bfloat16"
+  filled = dataclasses.replace(
+      request,
+      prompt_tokens=_or(request.prompt_tokens, max(1, request.tokens // 8)),
+      probe=_or(request.probe, min(2, request.sequences)),
+      param_dtype=_or(request.param_dtype, dtype),
+  )
+  if not 0 < filled.prompt_tokens < filled.tokens:
+    raise ValueError(
+        f"prompt_tokens={filled.prompt_tokens} must leave some of"
+        f" tokens={filled.tokens} for the completion, and be at least 1"
+    )
+  if not 0 < filled.probe <= filled.sequences:
+    raise ValueError(
+        f"probe={filled.probe} must be at least 1 and at most"
+        f" sequences={filled.sequences}"
+    )
+  return filled
+
+
+def _or(value: Any, default: Any) -> Any:
+  return default if value is None else value
+
+
+def config_of(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
+  """The training config of a request: the quickstart's, at this size."""
+  request = resolved(request)
+  c = quickstart.get_config()
+  c.dtype = "bfloat16"
+  c.param_dtype = request.param_dtype
+  c.remat = True
+  c.attention_block = request.attention_block
+  c.mesh.update(dict(mesh.shape))
+  shards = sharding.data_shards(mesh)
+  # One response to a prompt: nothing is packed, each row has all its tokens.
+  c.rollout.prompts = request.sequences * shards
+  c.rollout.responses = 1
+  c.rollout.max_prompt_tokens = request.prompt_tokens
+  c.rollout.max_new_tokens = request.tokens - request.prompt_tokens
+  c.loss.micro_batch = request.micro_batch * shards
+  c.loss.pack = 1
+  c.loss.chunk = request.chunk
+  c.optimizer.name = request.optimizer
+  c.optimizer.rank = request.rank
+  c.optimizer.others = request.others
+  if request.optimizer == "logra":
+    # As published: a new basis for each update, so no momentum.
+    c.optimizer.momentum = 0.0
+    c.optimizer.refresh = True
+  c.kl.probe_responses = request.probe * shards
+  c.kl.measure = False
+  return c
+
+
+def _mesh(request: Request, target: devices.Target) -> Mesh:
+  found = target.devices()
+  sizes = {"fsdp": len(found)} if request.mesh is None else request.mesh
+  unknown = set(sizes) - set(sharding.AXES)
+  if unknown:
+    raise ValueError(
+        f"mesh has the axes {sorted(unknown)}; there are"
+        f" {', '.join(sharding.AXES)}"
+    )
+  return sharding.make_mesh({a: sizes.get(a, 1) for a in sharding.AXES}, found)
+
+
+def _bytes(tree: Any) -> int:
+  """Bytes on one device of abstract arrays with shardings."""
+  return sum(
+      math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+      for x in jax.tree.leaves(tree)
+  )
+
+
+def _gradient_bytes(state: Any, mesh: Mesh) -> int:
+  """Bytes on one device of what `value_and_grad` returns."""
+  nothing = lambda params: jnp.zeros(())
+  _, grads = jax.eval_shape(
+      logra_jax.value_and_grad(nothing), state.params, state.opt_state
+  )
+  where = sharding.shardings(grads, state.params, mesh)
+  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+  return _bytes(jax.tree.map(place, grads, where))
+
+
+def _versions() -> dict[str, str]:
+  found = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+  names = [name for name in _PACKAGES if name in found]
+  return {name: importlib.metadata.version(name) for name in names}
