@@ -251,24 +251,25 @@ def resolved(request: Request) -> Request:
         f"micro_batch={request.micro_batch} must divide"
         f" sequences={request.sequences}"
     )
+  tokens, sequences = request.tokens, request.sequences
+  prompt_tokens = _or(request.prompt_tokens, max(1, tokens // 8))
+  if not 0 < prompt_tokens < tokens:
+    raise ValueError(
+        f"prompt_tokens={prompt_tokens} must be at least 1 and leave some of"
+        f" tokens={tokens} for the completion"
+    )
+  probe = _or(request.probe, min(2, sequences))
+  if not 0 < probe <= sequences:
+    raise ValueError(
+        f"probe={probe} must be at least 1 and at most sequences={sequences}"
+    )
   dtype = "float32" if request.optimizer == "dense_adam" else "bfloat16"
-  filled = dataclasses.replace(
+  return dataclasses.replace(
       request,
-      prompt_tokens=_or(request.prompt_tokens, max(1, request.tokens // 8)),
-      probe=_or(request.probe, min(2, request.sequences)),
+      prompt_tokens=prompt_tokens,
+      probe=probe,
       param_dtype=_or(request.param_dtype, dtype),
   )
-  if not 0 < filled.prompt_tokens < filled.tokens:
-    raise ValueError(
-        f"prompt_tokens={filled.prompt_tokens} must leave some of"
-        f" tokens={filled.tokens} for the completion, and be at least 1"
-    )
-  if not 0 < filled.probe <= filled.sequences:
-    raise ValueError(
-        f"probe={filled.probe} must be at least 1 and at most"
-        f" sequences={filled.sequences}"
-    )
-  return filled
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -278,6 +279,7 @@ def _or(value: Any, default: Any) -> Any:
 def config_of(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
   """The training config of a request: the quickstart's, at this size."""
   request = resolved(request)
+  assert request.probe and request.prompt_tokens
   c = quickstart.get_config()
   c.dtype = "bfloat16"
   c.param_dtype = request.param_dtype
