@@ -1,4 +1,4 @@
-"""Draws a run from its metrics file: reward, and KL beside its budget.
+"""Draws a run from its metrics file: reward, and KL if it had a budget.
 
 python -m experiments.plots WORKDIR
 """
@@ -38,10 +38,15 @@ def figure_of(rows: list[dict[str, Any]]) -> Any:
   """The picture of `metrics.read_rows`, as a matplotlib `Figure`."""
   figure_module = extras.require("matplotlib.figure", "train")
   # A Figure of its own needs no display and leaves pyplot's state alone.
-  figure = figure_module.Figure(figsize=(10, 4), layout="constrained")
-  reward, kl = figure.subplots(1, 2)
-  _draw_reward(reward, rows)
-  _draw_kl(kl, rows)
+  panels = [_draw_reward]
+  if metrics.column(rows, "kl/predicted")[0]:
+    panels.append(_draw_kl)
+  figure = figure_module.Figure(
+      figsize=(5 * len(panels), 4), layout="constrained"
+  )
+  axes = figure.subplots(1, len(panels), squeeze=False)[0]
+  for draw, one in zip(panels, axes, strict=True):
+    draw(one, rows)
   return figure
 
 

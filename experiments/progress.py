@@ -6,6 +6,14 @@ from typing import Any
 
 from experiments import extras
 
+# Metrics of an update that are shown: format, and name on a bar and on a line.
+_SHOWN = (
+    ("train/reward", ".2f", "reward", "reward"),
+    ("kl/predicted", ".1e", "KL pred.", "KL predicted"),
+    ("kl/realised", ".1e", "real.", "realised"),
+    ("kl/step_scale", ".2f", "scale", "step scale"),
+)
+
 
 def say(text: str) -> None:
   """Prints at once, also where output is a file."""
@@ -45,23 +53,21 @@ class Progress:
 
   def show(self, update: int, row: Mapping[str, Any], seconds: float) -> None:
     """Shows the metrics of one update, which took so many seconds."""
-    reward = _number(row["train/reward"], ".2f")
-    predicted = _number(row["kl/predicted"], ".1e")
-    realised = _number(row["kl/realised"], ".1e")
-    scale = _number(row["kl/step_scale"], ".2f")
+    shown = [
+        (short, long, _number(row[name], spec))
+        for name, spec, short, long in _SHOWN
+        if name in row  # Without a KL budget there is no KL.
+    ]
     if self._bar is not None:
       # Fits a line of 80 columns.
-      self._bar.set_postfix_str(
-          f"reward {reward}, KL pred. {predicted}, real. {realised},"
-          f" scale {scale}",
-          refresh=False,
-      )
+      text = ", ".join(f"{short} {number}" for short, _, number in shown)
+      self._bar.set_postfix_str(text, refresh=False)
       self._bar.update()
     else:
+      text = "  ".join(f"{long} {number}" for _, long, number in shown)
       say(
-          f"update {update:>{len(str(self._total))}}/{self._total}  reward"
-          f" {reward}  KL predicted {predicted} realised {realised}"
-          f"  step scale {scale}  {seconds:.1f} s"
+          f"update {update:>{len(str(self._total))}}/{self._total}  {text}"
+          f"  {seconds:.1f} s"
       )
 
 
