@@ -185,13 +185,19 @@ def parse_mesh(text: str) -> dict[str, int]:
   }
 
 
-def run(request: Request, search: str | None, out: str | None) -> None:
+def run(
+    request: Request,
+    search: str | None = None,
+    out: str | None = None,
+    dump: str | None = None,
+) -> None:
   """Plans or searches, prints tables, and writes JSON.
 
   Args:
     request: what to compile.
     search: None, `'batch'` or `'slice'`.
     out: file to write, or None.
+    dump: folder for the compiler's files, or None; not in a search.
 
   Raises:
     ValueError, ImportError: see `planner.plan`.
@@ -202,7 +208,7 @@ def run(request: Request, search: str | None, out: str | None) -> None:
     pathlib.Path(out).touch()
   tell = lambda found: print(f"{_tried(found)}", flush=True)
   if search is None:
-    tried = [plan(request)]
+    tried = [plan(request, dump)]
   else:
     tried = (search_batch if search == "batch" else search_slice)(request, tell)
     print()
@@ -238,7 +244,7 @@ def main(argv: Sequence[str]) -> None:
   try:
     mesh = None if values["mesh"] is None else parse_mesh(values["mesh"])
     request = Request(**{f.name: values[f.name] for f in _FIELDS}, mesh=mesh)
-    run(request, values["search"], values["json"])
+    run(request, values["search"], values["json"], values["dump"])
   except (ValueError, ImportError, OSError) as error:
     if values["traceback"]:
       raise
@@ -257,6 +263,7 @@ def _define_flags() -> None:
   flags.DEFINE_string("mesh", None, "As fsdp:4,tensor:2; default: all fsdp.")
   flags.DEFINE_enum("search", None, ["batch", "slice"], "What to look for.")
   flags.DEFINE_string("json", None, "File to write the figures to.")
+  flags.DEFINE_string("dump", None, "Folder for the compiler's own files.")
   flags.DEFINE_bool("traceback", False, "Show where an error comes from.")
   flags.mark_flags_as_required(["model", "target"])
 

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 import dataclasses
 import importlib.metadata
 import math
+import os
+import pathlib
 import re
+import tempfile
 import time
 from typing import Any
 
@@ -114,11 +117,13 @@ class Plan:
   versions: dict[str, str]
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request, dump: str | os.PathLike[str] | None = None) -> Plan:
   """Compiles one update.
 
   Args:
     request: what to compile.
+    dump: folder for the compiler's own files (the program, its buffers and
+      when they are alive), or None.
 
   Returns:
     The compiler's account, also where it ran out of the device's memory.
@@ -151,20 +156,40 @@ def plan(request: Request) -> Plan:
   }
   started = time.monotonic()
   lowered = program.lower_update(architecture, config, mesh)
-  try:
-    compiled = lowered.compile(compiler_options=target.compiler_options)
-  except jax.errors.JaxRuntimeError as error:
-    return _refused(common, error, time.monotonic() - started)
-  seconds = time.monotonic() - started
-  return _measured(common, compiled, seconds)
+  with tempfile.TemporaryDirectory() as temporary:
+    folder = pathlib.Path(temporary if dump is None else dump)
+    options = target.compiler_options | {
+        "xla_dump_to": str(folder),
+        "xla_dump_hlo_as_text": True,
+    }
+    try:
+      compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+      return _refused(common, error, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return _measured(common, compiled, _text(folder), seconds)
+
+
+def _text(folder: pathlib.Path) -> str:
+  """The compiled program, as the compiler dumped it.
+
+  Not `Compiled.as_text`: that reads the program again, and a `libtpu` that is
+  newer than `jaxlib` makes programs that it cannot read.
+  """
+  files = list(folder.glob("*after_optimizations.txt"))
+  newest = max(files, key=lambda file: file.stat().st_mtime_ns)
+  return newest.read_text("utf-8")
 
 
 def _measured(
-    common: Mapping[str, Any], compiled: jax.stages.Compiled, seconds: float
+    common: Mapping[str, Any],
+    compiled: jax.stages.Compiled,
+    text: str,
+    seconds: float,
 ) -> Plan:
   """The plan of a program that was compiled."""
   sizes = compiled.memory_analysis()
-  cost = hlo.cost(compiled.as_text())
+  cost = hlo.cost(text)
   peak = (
       sizes.argument_size_in_bytes
       + sizes.output_size_in_bytes
