@@ -16,6 +16,7 @@ All that has to be said to these libraries is said here:
 
 from collections.abc import Sequence
 import dataclasses
+import importlib
 import importlib.resources
 import importlib.util
 import os
@@ -183,18 +184,32 @@ def _h100_description() -> str:
 
 def _h100_topology(target: Target) -> topologies.TopologyDescription:
   """Described GPUs, up to eight to a host."""
-  if not any(
-      importlib.util.find_spec(f"jax_cuda{version}_plugin")
-      for version in (12, 13)
-  ):
+  found = [
+      version
+      for version in (13, 12)
+      if importlib.util.find_spec(f"jax_cuda{version}_plugin")
+  ]
+  if not found:
     extras.require("jax_cuda13_plugin", "cuda")
+  # The plugin looks for a driver of its liking, unless told not to.
+  os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   n = target.shape[0]
   hosts = -(-n // _GPUS_PER_HOST)
-  return topologies.get_topology_desc(
-      platform="cuda",
-      target_config=_h100_description(),
-      topology=f"1x{hosts}x{n // hosts}",  # Of one network partition.
-  )
+
+  def describe() -> topologies.TopologyDescription:
+    return topologies.get_topology_desc(
+        platform="cuda",
+        target_config=_h100_description(),
+        topology=f"1x{hosts}x{n // hosts}",  # Of one network partition.
+    )
+
+  try:
+    return describe()
+  except NotImplementedError:
+    # JAX has started without this plugin, which has found no driver.
+    plugin = importlib.import_module(f"jax_plugins.xla_cuda{found[0]}")
+    plugin.initialize()
+    return describe()
 
 
 def _tpu_topology(target: Target) -> topologies.TopologyDescription:
