@@ -31,7 +31,7 @@ COLLECTIVES = (
 )
 
 # A loop's counter is followed for so many turns, then it counts as unknown.
-_MAX_TURNS = 100_000
+_MAX_TURNS = 20_000
 # `name = type op(operands), attributes`; a tuple's type has parentheses, in
 # which TPU layouts have more.
 _LINE = re.compile(

@@ -22,6 +22,7 @@ import ml_collections
 
 from experiments import devices, hlo, models, program, sharding
 from experiments.configs import quickstart
+from experiments.decoder import DecoderConfig
 import logra_jax
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
@@ -137,6 +138,7 @@ def plan(request: Request, dump: str | os.PathLike[str] | None = None) -> Plan:
   request = resolved(request)
   target = devices.parse(request.target)
   architecture = models.architecture(request.model)
+  _check_sizes(request, architecture)
   mesh = _mesh(request, target)
   config = config_of(request, mesh)
   state, batch = program.abstract_arguments(architecture, config, mesh)
@@ -289,12 +291,28 @@ def resolved(request: Request) -> Request:
         f"probe={probe} must be at least 1 and at most sequences={sequences}"
     )
   dtype = "float32" if request.optimizer == "dense_adam" else "bfloat16"
+  if _or(request.param_dtype, dtype) not in ("bfloat16", "float32"):
+    raise ValueError(
+        f"param_dtype={request.param_dtype!r} must be 'bfloat16' or 'float32'"
+    )
   return dataclasses.replace(
       request,
       prompt_tokens=prompt_tokens,
       probe=probe,
       param_dtype=_or(request.param_dtype, dtype),
   )
+
+
+def _check_sizes(request: Request, architecture: DecoderConfig) -> None:
+  """Raises ValueError for what this model cannot have."""
+  limits = {"tokens": "max_length", "rank": "d_model"}
+  for name, of in limits.items():
+    value, limit = vars(request)[name], vars(architecture)[of]
+    if value > limit:
+      raise ValueError(
+          f"{name}={value} must be at most {limit}, the {of} of"
+          f" {request.model}"
+      )
 
 
 def _or(value: Any, default: Any) -> Any:

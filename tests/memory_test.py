@@ -1,0 +1,248 @@
+"""The planner: what it compiles, counts, finds and refuses."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from experiments import memory, models, planner, sharding
+from experiments.planner import Request
+
+needs_libtpu = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"),
+    reason="libtpu is not installed (the extra 'tpu')",
+)
+GIB = 2**30
+TINY = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "max_position_embeddings": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 256,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+  """A Hugging Face directory without weights."""
+  folder = tmp_path_factory.mktemp("tiny")
+  (folder / "config.json").write_text(json.dumps(TINY))
+  return str(folder)
+
+
+@pytest.fixture(scope="module")
+def small_plan(tiny):
+  return planner.plan(Request(tiny, "cpu:1", rank=8, tokens=64))
+
+
+def test_what_the_arguments_are(tiny, small_plan):
+  n = models.n_params(models.architecture(tiny))
+  assert small_plan.n_params == n
+  assert small_plan.arguments["weights"] == 2 * n == small_plan.floor_bytes
+  # Tokens, two masks and log-probs of each position; a flag and an advantage.
+  assert small_plan.arguments["batch"] == 64 * (4 + 1 + 1 + 4) + 1 + 4
+  outputs = {"q": 64, "k": 32, "v": 32, "o": 64, "gate": 160, "up": 160}
+  d_out = 2 * (sum(outputs.values()) + 64)
+  assert small_plan.gradient_bytes == 4 * 8 * d_out
+  # RowAdam keeps a number per output, and a few scalars.
+  assert 0 <= small_plan.arguments["optimizer"] - 4 * d_out < 200
+
+
+def test_the_peak(small_plan):
+  p = small_plan
+  rest = p.argument_bytes + p.output_bytes - p.aliased_bytes
+  assert p.peak_bytes == rest + p.temporary_bytes > p.floor_bytes
+  assert p.argument_bytes == pytest.approx(sum(p.arguments.values()), abs=64)
+  # The state is donated: what is not aliased are the metrics.
+  assert p.output_bytes - p.aliased_bytes < 1000
+  assert p.fits and p.memory_bytes > GIB
+
+
+def test_operations_are_at_least_those_of_forward_and_backward(small_plan):
+  layers = small_plan.n_params - 256 * 64 * 2  # Without embedding and head.
+  assert small_plan.flops > 2 * 2 * 64 * layers
+  assert small_plan.unknown_loops == 0
+
+
+def test_the_table_and_the_file_say_the_same(tmp_path, monkeypatch, small_plan):
+  monkeypatch.setattr(memory, "plan", lambda request, dump: small_plan)
+  out = tmp_path / "deep" / "out.json"
+  memory.run(small_plan.request, out=str(out))
+  read = json.loads(out.read_text())
+  assert read["peak_bytes"] == small_plan.peak_bytes
+  assert read["request"]["rank"] == 8
+  assert "jax" in read["versions"] and "command" in read
+  text = memory.table(small_plan)
+  assert f"{small_plan.peak_bytes / GIB:.3f} GiB  per device" in text
+  assert text.splitlines()[-1].startswith("fits in ")
+
+
+def test_verdicts(small_plan):
+  short = dataclasses.replace(
+      small_plan, fits=False, peak_bytes=3 * GIB, memory_bytes=2 * GIB
+  )
+  assert memory.table(short).endswith(": 1.00 GiB too much")
+  refused = dataclasses.replace(short, refusal="RESOURCE_EXHAUSTED: no room")
+  assert memory.table(refused).endswith("RESOURCE_EXHAUSTED: no room")
+  request = dataclasses.replace(small_plan.request, target="h100:1")
+  tight = dataclasses.replace(
+      small_plan, request=request, peak_bytes=70 * GIB, memory_bytes=79 * GIB
+  )
+  assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in memory.table(tight)
+
+
+def test_messages_of_compilers():
+  messages = {
+      "Used 26.60G of 15.75G hbm. Exceeded": 26.6 * GIB,
+      "HLO temporaries (256.00G) exceeds available HBM (15.75G)": 256 * GIB,
+      "temporaries (512.5M) exceeds available HBM (15.75G)": 512.5 * 2**20,
+  }
+  for text, expected in messages.items():
+    assert planner.needed_bytes(text) == int(expected)
+  assert planner.needed_bytes("no number") is None
+
+
+@pytest.mark.parametrize("best", [0, 1, 2, 3, 7, 8, 33, 100])
+def test_the_largest_is_found_by_few_tries(best):
+  tried = []
+
+  def fits(n):
+    tried.append(n)
+    return n <= best
+
+  assert memory.largest(fits, 64) == min(best, 64)
+  assert len(tried) <= 2 * math.log2(max(best, 1)) + 2
+  assert len(set(tried)) == len(tried)
+
+
+def fake_plans(monkeypatch, small_plan, peak):
+  """Replaces the compiler by a formula, to test the search around it."""
+
+  def plan(request):
+    n_bytes = peak(request)
+    return dataclasses.replace(
+        small_plan,
+        request=request,
+        peak_bytes=n_bytes,
+        fits=n_bytes <= 15.75 * GIB,
+    )
+
+  monkeypatch.setattr(memory, "plan", plan)
+
+
+def test_search_for_a_batch(monkeypatch, small_plan):
+  fake_plans(monkeypatch, small_plan, lambda r: (4 + r.micro_batch) * GIB)
+  tried = memory.search_batch(Request("qwen2.5-7b", "v5e:2x2"))
+  assert tried[-1].request.micro_batch == tried[-1].request.sequences == 11
+  assert [p.request.micro_batch for p in tried[:-1]] == [1, 2, 4, 8, 16, 12, 10]
+
+
+def test_search_for_a_batch_where_none_fits(monkeypatch, small_plan):
+  fake_plans(monkeypatch, small_plan, lambda r: 16 * GIB)
+  (only,) = memory.search_batch(Request("qwen2.5-7b", "v5e:2x2"))
+  assert not only.fits and only.request.micro_batch == 1
+
+
+def test_search_for_a_slice(monkeypatch, small_plan):
+  size = lambda r: math.prod(planner.devices.parse(r.target).shape)
+  fake_plans(monkeypatch, small_plan, lambda r: 100 * GIB // size(r))
+  tried = memory.search_slice(Request("qwen2.5-32b", "v5e:1x1"))
+  # 61 GiB of weights alone have no room on one chip.
+  assert [p.request.target for p in tried] == ["v5e:2x2", "v5e:2x4"]
+  assert tried[-1].fits
+
+
+def test_defaults():
+  one = planner.resolved(Request("qwen2.5-7b", "h100:4"))
+  assert (one.param_dtype, one.probe, one.prompt_tokens) == ("bfloat16", 1, 256)
+  dense = Request("qwen2.5-7b", "h100:4", optimizer="dense_adam", sequences=4)
+  dense = planner.resolved(dense)
+  assert (dense.param_dtype, dense.probe) == ("float32", 2)
+
+
+def test_the_config_is_for_all_devices(tiny):
+  mesh = sharding.make_mesh(
+      dict.fromkeys(sharding.AXES, 1), jax.devices("cpu")[:1]
+  )
+  request = Request(tiny, "cpu:1", tokens=64, sequences=4, micro_batch=2)
+  c = planner.config_of(request, mesh)
+  assert c.rollout.prompts * c.rollout.responses == 4
+  assert c.loss.micro_batch == 2 and c.kl.probe_responses == 2
+  assert c.rollout.max_prompt_tokens + c.rollout.max_new_tokens == 64
+  assert c.optimizer.refresh and c.optimizer.momentum == 0
+
+
+@pytest.mark.parametrize(
+    "change,match",
+    [
+        ({"model": "qwen9"}, "model='qwen9' is neither"),
+        ({"target": "abacus:4"}, "target='abacus:4' is unknown"),
+        ({"optimizer": "sgd"}, "config.optimizer.name='sgd' must be one of"),
+        ({"mesh": {"fsdp": 2}}, "fsdp=2 .* but there are 1"),
+        ({"mesh": {"rows": 1}}, r"axes \['rows'\]; there are data, fsdp"),
+        ({"tokens": 129}, "tokens=129 must be at most 128, the max_length"),
+        ({"rank": 65}, "rank=65 must be at most 64, the d_model"),
+        ({"rank": 0}, "rank=0 must be at least 1"),
+        ({"sequences": 3, "micro_batch": 2}, "micro_batch=2 must divide"),
+        ({"probe": 2}, "probe=2 .* at most sequences=1"),
+        ({"prompt_tokens": 64}, "prompt_tokens=64 .* leave some of tokens=64"),
+        ({"param_dtype": "int8"}, "param_dtype='int8' must be"),
+        ({"others": "sgd"}, "config.optimizer.others='sgd'"),
+    ],
+)
+def test_bad_requests(tiny, change, match):
+  request = Request(tiny, "cpu:1", rank=8, tokens=64)
+  with pytest.raises(ValueError, match=match):
+    planner.plan(dataclasses.replace(request, **change))
+
+
+def test_mesh_in_words():
+  assert memory.parse_mesh("fsdp:4,tensor:2") == {"fsdp": 4, "tensor": 2}
+  with pytest.raises(ValueError, match="mesh='fsdp=4' must be like"):
+    memory.parse_mesh("fsdp=4")
+  with pytest.raises(ValueError, match="fixes the number of devices"):
+    memory.search_slice(Request("qwen2.5-7b", "v5e:2x2", mesh={"fsdp": 4}))
+
+
+def test_the_command_ends_without_a_traceback():
+  process = subprocess.run(
+      [
+          *(sys.executable, "-m", "experiments.memory"),
+          *("--model=qwen2.5-7", "--target=cpu:1"),
+      ],
+      capture_output=True,
+      text=True,
+      check=False,
+  )
+  assert process.returncode == 1 and "Traceback" not in process.stderr
+  assert process.stderr.startswith("error: model='qwen2.5-7' is neither")
+
+
+@needs_libtpu
+def test_a_small_model_on_a_tpu(tiny):
+  found = planner.plan(Request(tiny, "v5e:2x2", rank=8, tokens=64))
+  assert found.fits and found.n_devices == 4
+  assert found.collective_bytes["all-gather"] > 0
+
+
+@needs_libtpu
+def test_what_a_tpu_has_no_room_for_is_an_answer(monkeypatch, tiny):
+  def too_large(architecture, config, mesh):
+    whole = sharding.replicated(mesh)
+    x = jax.ShapeDtypeStruct((2**18, 2**18), "bfloat16", sharding=whole)
+    traced = jax.jit(lambda x: (x @ x) @ x).trace(x)
+    return traced.lower(lowering_platforms=("tpu",))
+
+  monkeypatch.setattr(planner.program, "lower_update", too_large)
+  found = planner.plan(Request(tiny, "v5e:1x1", rank=8, tokens=64))
+  assert not found.fits and found.peak_bytes >= 128 * GIB
+  assert "RESOURCE_EXHAUSTED" in memory.table(found).splitlines()[-1]
