@@ -215,8 +215,7 @@ def run(
     OSError: `out` cannot be written.
   """
   if out is not None:
-    pathlib.Path(out).parent.mkdir(parents=True, exist_ok=True)
-    pathlib.Path(out).touch()
+    _check_writable(pathlib.Path(out))
   tell = lambda found: print(f"{_tried(found)}", flush=True)
   if search is None:
     tried = [plan(request, dump)]
@@ -232,6 +231,15 @@ def run(
     }
     text = json.dumps(content, indent=2) + "\n"
     pathlib.Path(out).write_text(text, "utf-8")
+
+
+def _check_writable(file: pathlib.Path) -> None:
+  """Raises OSError now, and not after minutes of compiling."""
+  file.parent.mkdir(parents=True, exist_ok=True)
+  new = not file.exists()
+  file.open("a").close()
+  if new:
+    file.unlink()
 
 
 def _tried(found: Plan) -> str:
