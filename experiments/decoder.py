@@ -59,6 +59,8 @@ class DecoderConfig:
     remat: whether each layer is recomputed in the backward pass.
     attention_block: queries whose scores are in memory at once, in the backward
       pass too; None means all of them.
+    token_block: tokens of each sequence that go through a layer's projections
+      at once, each block again in the backward pass; None means all of them.
     family: `'llama'`, `'qwen2'` or `'qwen3'`: the architecture to export as.
     rope_scaling: Llama 3's rotary scaling, or None.
   """
@@ -80,6 +82,7 @@ class DecoderConfig:
   param_dtype: DTypeLike = "float32"
   remat: bool = False
   attention_block: int | None = None
+  token_block: int | None = None
   family: str = "llama"
   rope_scaling: RopeScaling | None = None
 
@@ -97,11 +100,12 @@ class DecoderConfig:
           f"n_kv_heads must divide n_heads={self.n_heads}, "
           f"got {self.n_kv_heads}"
       )
-    block = self.attention_block
-    if block is not None and (not isinstance(block, int) or block < 1):
-      raise ValueError(
-          f"attention_block must be a positive int or None, got {block!r}"
-      )
+    for name in ("attention_block", "token_block"):
+      block = vars(self)[name]
+      if block is not None and (not isinstance(block, int) or block < 1):
+        raise ValueError(
+            f"{name} must be a positive int or None, got {block!r}"
+        )
     if self.head_dim % 2:
       raise ValueError(f"head_dim must be even, got {self.head_dim}")
 
@@ -193,18 +197,24 @@ def _attend(q, k, v, mask, block):
     out = _attend_block(q, k, v, mask)
     return out.reshape(batch, queries, n_heads * head_dim)
 
-  def blocks(x):  # [B, S, ...] -> [S / block, B, block, ...]
-    pad = [(0, 0), (0, -queries % block)] + [(0, 0)] * (x.ndim - 2)
-    x = jnp.pad(x, pad)
-    x = x.reshape(x.shape[0], -1, block, *x.shape[2:])
-    return jnp.moveaxis(x, 1, 0)
-
   # The scan of `map` already keeps XLA from undoing the recomputation.
   one = jax.checkpoint(
       lambda x: _attend_block(x[0], k, v, x[1]), prevent_cse=False
   )
-  out = jnp.moveaxis(jax.lax.map(one, (blocks(q), blocks(mask))), 0, 1)
+  out = _join(jax.lax.map(one, (_split(q, block), _split(mask, block))))
   return out.reshape(batch, -1, n_heads * head_dim)[:, :queries]
+
+
+def _split(x, block):
+  """`[B, S, ...]` to `[S / block, B, block, ...]`, padded with zeros."""
+  pad = [(0, 0), (0, -x.shape[1] % block)] + [(0, 0)] * (x.ndim - 2)
+  x = jnp.pad(x, pad)
+  return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+
+
+def _join(x):
+  """`[N, B, block, ...]` to `[B, N * block, ...]`."""
+  return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
 def _attend_block(q, k, v, mask):
@@ -300,51 +310,85 @@ class Layer(nn.Module):
 
   @nn.compact
   def __call__(self, carry, layer, rope, mask, index):
-    """The body of the scan.
+    """The body of the scan; N blocks of S tokens, N * S of each sequence.
 
     Args:
-      carry: residual stream `[B, S, D]` and the whole `Cache` or None. The
+      carry: residual stream `[N, B, S, D]` and the whole `Cache` or None. The
         cache is carried and not scanned over, so that it is updated in place.
       layer: index of this layer, int32 scalar.
-      rope: tables of `_rope_tables`.
-      mask: `[B or 1, S, M]` bool, True where a query may see a key.
+      rope: tables of `_rope_tables`, with a leading block axis.
+      mask: `[N, B or 1, S, M]` bool, True where a query may see a key.
       index: first cache slot to write, int32 scalar, or None.
 
     Returns:
       The new carry, and None.
     """
-    config = self.config
     x, cache = carry
-    batch, queries, _ = x.shape
-    x = constrain(x, *_RESIDUAL)
-
-    def heads(y, n):
-      y = y.reshape(batch, queries, n, config.head_dim)
-      return constrain(y, "batch", None, "heads", None)
-
-    y = constrain(self._norm("attn_norm")(x), "batch", None, None)
-    bias, width = config.qkv_bias, config.n_kv_heads * config.head_dim
-    q = self._dense(config.n_heads * config.head_dim, "q_proj", bias)(y)
-    q = heads(q, config.n_heads)
-    k = heads(self._dense(width, "k_proj", bias)(y), config.n_kv_heads)
-    v = heads(self._dense(width, "v_proj", bias)(y), config.n_kv_heads)
-    if config.qk_norm:
-      q, k = self._norm("q_norm")(q), self._norm("k_norm")(k)
-    q, k = _rotate(q, rope), _rotate(k, rope)
+    x = constrain(x, None, *_RESIDUAL)
+    q, k, v = _blockwise(Layer._project, self, x, *rope)
+    k, v = _join(k), _join(v)
     if cache is not None:
       cache, k, v = _update(cache, layer, index, k, v)
+
+    def rest(module, x, q, mask):
+      return module._attend_and_feed(x, q, k, v, mask)
+
+    return (_blockwise(rest, self, x, q, mask), cache), None
+
+  def _project(self, x, cos, sin):
+    """Queries, keys and values `[B, S, heads, H]` of a block `[B, S, D]`."""
+    config = self.config
+
+    def heads(y, name, n):
+      y = self._dense(n * config.head_dim, name, config.qkv_bias)(y)
+      y = y.reshape(*y.shape[:2], n, config.head_dim)
+      return constrain(y, "batch", None, "heads", None)
+
+    y = self._normed(x, "attn_norm")
+    q = heads(y, "q_proj", config.n_heads)
+    k = heads(y, "k_proj", config.n_kv_heads)
+    v = heads(y, "v_proj", config.n_kv_heads)
+    if config.qk_norm:
+      q, k = self._norm("q_norm")(q), self._norm("k_norm")(k)
+    return _rotate(q, (cos, sin)), _rotate(k, (cos, sin)), v
+
+  def _attend_and_feed(self, x, q, k, v, mask):
+    """A block's residual stream after attention and feed-forward."""
+    config = self.config
     y = _attend(q, k, v, mask, config.attention_block)
     y = constrain(y, "batch", None, "heads")
     y = self._dense(config.d_model, "o_proj")(y)
     x = x + constrain(y, *_RESIDUAL)
 
-    y = constrain(self._norm("mlp_norm")(x), "batch", None, None)
+    y = self._normed(x, "mlp_norm")
     gate = self._dense(config.d_ff, "gate_proj")(y)
     y = nn.silu(gate) * self._dense(config.d_ff, "up_proj")(y)
     y = constrain(y, "batch", None, "features")
     y = self._dense(config.d_model, "down_proj")(y)
-    x = x + constrain(y, *_RESIDUAL)
-    return (x, cache), None
+    return x + constrain(y, *_RESIDUAL)
+
+  def _normed(self, x, name):
+    """The normalised residual stream, whole on devices that share tokens."""
+    # Split like x in the compute dtype first, lest float32 be gathered.
+    y = constrain(self._norm(name)(x), *_RESIDUAL)
+    return constrain(y, "batch", None, None)
+
+
+def _blockwise(fn, module, *xs):
+  """`fn(module, *blocks)` along the first axis of xs, one block at a time.
+
+  Several blocks are each computed again in the backward pass.
+  """
+  if xs[0].shape[0] == 1:
+    ys = fn(module, *(x[0] for x in xs))
+    return jax.tree.map(lambda y: y[None], ys)
+  one = nn.remat(fn, prevent_cse=False)
+  blocks = nn.scan(
+      lambda module, carry, *xs: (carry, one(module, *xs)),
+      variable_broadcast="params",
+      split_rngs={"params": False},
+  )
+  return blocks(module, None, *xs)[1]
 
 
 def _update(cache, layer, index, k, v):
@@ -480,8 +524,19 @@ class Decoder(nn.Module):
 
   def _run(self, tokens, positions, mask, cache, index):
     """Embedding, layers and final norm; returns features and cache."""
-    x = constrain(self.embed(tokens), *_RESIDUAL)
-    rope = _rope_tables(self.config, positions)
+    length = tokens.shape[1]
+    # Decoding with a cache writes one block.
+    whole = cache is not None or self.config.token_block is None
+    block = length if whole else min(self.config.token_block, length)
+    x, mask, *rope = (
+        _split(a, block)
+        for a in (
+            self.embed(tokens),
+            mask,
+            *_rope_tables(self.config, positions),
+        )
+    )
     layers = jnp.arange(self.config.n_layers)
     (x, cache), _ = self.layers((x, cache), layers, rope, mask, index)
-    return constrain(self.norm(x), "batch", None, None), cache
+    x = _join(constrain(x, None, *_RESIDUAL))[:, :length]
+    return self.norm(constrain(x, "batch", None, None)), cache

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 from jax.sharding import Mesh
+import ml_collections
 
-from experiments import learner, optimizers, sharding
+from experiments import devices, learner, optimizers, sharding
 from experiments.decoder import Decoder, DecoderConfig
 from experiments.rollout import Rollout
 
@@ -26,6 +26,7 @@ def configure(
       param_dtype=config.param_dtype,
       remat=config.remat,
       attention_block=config.attention_block or None,
+      token_block=config.token_block or None,
   )
 
 
@@ -82,9 +83,7 @@ def abstract_arguments(
   )
   place = lambda x, where: of(x.shape, x.dtype, sharding=where)
   return (
-      jax.tree.map(
-          place, state, sharding.shardings(state, state.params, mesh)
-      ),
+      jax.tree.map(place, state, sharding.shardings(state, state.params, mesh)),
       jax.tree.map(place, batch, sharding.batch_shardings(batch, mesh)),
   )
 
@@ -104,11 +103,13 @@ def lower_update(
     ValueError: the mesh cannot split the model or the batch.
   """
   sharding.check_model(architecture, mesh)
-  sharding.check_batch(
-      "config.loss.micro_batch", config.loss.micro_batch, mesh
-  )
+  sharding.check_batch("config.loss.micro_batch", config.loss.micro_batch, mesh)
   model = Decoder(configure(architecture, config))
   tx = optimizers.make_optimizer(config)
-  with jax.set_mesh(mesh):
-    state, batch = abstract_arguments(architecture, config, mesh)
-    return jit_update(model, tx, config, state, mesh).lower(state, batch)
+  state, batch = abstract_arguments(architecture, config, mesh)
+  step = jit_update(model, tx, config, state, mesh)
+  # The devices may only be described: nothing can run on them.
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    traced = step.trace(state, batch)
+  found = mesh.devices.reshape(-1)
+  return traced.lower(lowering_platforms=devices.lowering_platforms(found))

@@ -5,10 +5,10 @@ devices with their own responses that share one copy of the weights, each
 holding a part and gathering a layer's when it computes it. `tensor`: devices
 that share responses, and split heads and features among them.
 
-A kernel's outputs are split over `fsdp`, so that the sketch, the factor and the
-merge of a target are split like the kernel and the merge needs no
-communication. An axis that does not divide a size is left out: the array is
-then whole on the devices of that axis.
+`fsdp` splits a kernel's inputs, so that gathered parts lie in memory one after
+the other (split by outputs, XLA keeps a transposed second copy of all weights),
+and for the same reason a sketch's rank. An axis that does not divide a size is left out, or goes
+to the array's other axis: at worst the array is whole on those devices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,11 +32,14 @@ RULES: dict[str, tuple[str, ...]] = {
     "features": ("tensor",),
     "vocab": ("tensor", "fsdp"),
     # Kernels that split their outputs over heads or features ...
-    "split_out": ("tensor", "fsdp"),
     "whole_in": ("fsdp",),
+    "split_out": ("tensor", "fsdp"),
     # ... and those that take such a split input.
-    "whole_out": ("fsdp",),
     "split_in": ("tensor", "fsdp"),
+    "whole_out": ("fsdp",),
+    # A sketch's rank, beside outputs that are split, or whole.
+    "rank": ("fsdp",),
+    "split_rank": ("fsdp", "tensor"),
 }
 
 _SPLIT, _JOIN = ("whole_in", "split_out"), ("split_in", "whole_out")
@@ -118,7 +121,7 @@ def data_shards(mesh: Mesh) -> int:
 def spec(
     names: Sequence[str | None], shape: Sequence[int], mesh: Any
 ) -> PartitionSpec:
-  """How an array with these axes is split; the last axis chooses first.
+  """How an array with these axes is split; the first axis chooses first.
 
   Args:
     names: of each axis, in `RULES`, or None for one that is whole.
@@ -127,7 +130,7 @@ def spec(
   """
   free = {name: size for name, size in mesh.shape.items() if size > 1}
   entries: list[Any] = []
-  for name, size in zip(reversed(names), reversed(shape), strict=True):
+  for name, size in zip(names, shape, strict=True):
     axes: list[str] = []
     for axis in RULES[name] if name else ():
       if axis in free and size % free[axis] == 0:
@@ -135,7 +138,7 @@ def spec(
         axes.append(axis)
     # A tuple of one axis is another sharding to JAX than the axis itself.
     entries.append(tuple(axes) if len(axes) > 1 else (axes or [None])[0])
-  return PartitionSpec(*reversed(entries))
+  return PartitionSpec(*entries)
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
@@ -164,7 +167,9 @@ def _leaf_names(
   """Names of the axes of a parameter, or of what is kept for one.
 
   What is kept for a parameter has its shape (a moment), or at its end the
-  outputs of it (a sketch, RowAdam's scale), or is small and stays whole.
+  outputs of it (a sketch, RowAdam's scale), or is small and stays whole. The
+  scales are small, and needed where the sketch's rank is split: on every fsdp
+  device.
   """
   ends = [owner for owner in owners if f"/{path}".endswith(f"/{owner}")]
   if not ends:
@@ -173,9 +178,13 @@ def _leaf_names(
   names = _names(owner, len(owners[owner]))
   if tuple(shape) == tuple(owners[owner]):
     return names
-  if shape and names and shape[-1] == owners[owner][-1]:
-    return (None,) * (len(shape) - 1) + names[-1:]
-  return (None,) * len(shape)
+  if not shape or shape[-1] != owners[owner][-1]:
+    return (None,) * len(shape)
+  whole = (None,) * len(shape)
+  split = names[-1] == "split_out"
+  if len(shape) == len(names) > 1:
+    return whole[:-2] + ("rank" if split else "split_rank", names[-1])
+  return whole[:-1] + ("features",) if split else whole
 
 
 def _owners(params: Any) -> dict[str, Sequence[int]]:

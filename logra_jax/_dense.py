@@ -67,22 +67,23 @@ class SketchedKernel(Kernel):
 
   Attributes:
     kernel: `[*batch, *in, *out]`, the parameter.
-    factor: `[*batch, rank, d_out]` float32 zeros; its cotangent is the sketch,
-      its tangent the proposed thin update.
-    decay: `[*batch]` float32 zeros; its tangent is the coefficient of the
-      kernel itself in the proposed update.
+    factor: `[*batch, rank, d_out]` float32. In reverse mode zeros, whose
+      cotangent is the sketch; in forward mode the proposed thin update D.
     key: `[*batch, 2]` uint32, the basis.
     target: what the axes are.
-    forward: whether it is for forward mode (the probe).
+    decay: forward mode: `[*batch]` float32, the coefficient c of the kernel
+      itself in the proposed update `Aᵀ D + c W`. Else None.
+    step: forward mode: `[*batch]` float32 zeros, how much of the proposed
+      update is taken; what the probe is differentiated by. Else None.
     dtype: dtype to compute in, None for the kernel's own.
   """
 
   kernel: jax.Array
   factor: jax.Array
-  decay: jax.Array
   key: jax.Array
   target: Target = dataclasses.field(metadata=_STATIC)
-  forward: bool = dataclasses.field(default=False, metadata=_STATIC)
+  decay: jax.Array | None = None
+  step: jax.Array | None = None
   dtype: Any = dataclasses.field(default=None, metadata=_STATIC)
 
   def dot_general(
@@ -100,9 +101,9 @@ class SketchedKernel(Kernel):
         dtype=self.dtype,
         x_dtype=x.dtype,
     )
-    if self.forward:
+    if self.step is not None:
       return _perturbed_dot(
-          call, x, self.kernel, self.factor, self.decay, self.key
+          call, x, self.kernel, self.factor, self.decay, self.key, self.step
       )
     factor = _varying_as(self.factor, x, self.kernel)
     return _sketched_dot(call, x, self.kernel, factor, self.key)
@@ -230,27 +231,22 @@ _sketched_dot.defvjp(_sketched_dot_fwd, _sketched_dot_bwd)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _perturbed_dot(call, x, kernel, factor, decay, key):
-  del factor, decay, key
+def _perturbed_dot(call, x, kernel, factor, decay, key, step):
+  del factor, decay, key, step
   return call.dot(x, kernel)
 
 
 @_perturbed_dot.defjvp
 def _perturbed_dot_jvp(call, primals, tangents):
-  x, kernel, _, _, key = primals
-  x_dot, _, factor_dot, decay_dot, _ = tangents
+  x, kernel, factor, decay, key, _ = primals
+  x_dot, step_dot = tangents[0], tangents[-1]
   y = call.dot(x, kernel)
   # [*batch, N, d_out] = [*batch, N, rank] @ [*batch, rank, d_out]
-  y_dot = jnp.einsum(
-      "...nr,...ro->...no",
-      call.project(x, key),
-      factor_dot.astype(call.x_dtype),
-      preferred_element_type=jnp.float32,
-  )
-  decay_dot = decay_dot.reshape(
-      decay_dot.shape + (1,) * (y.ndim - decay_dot.ndim)
-  )
-  y_dot = y_dot.reshape(y.shape) + decay_dot * y
+  moved = jnp.einsum(
+      "...nr,...ro->...no", call.project(x, key), factor.astype(call.x_dtype)
+  ).reshape(y.shape)
+  along = lambda s: s.reshape(s.shape + (1,) * (y.ndim - s.ndim))
+  y_dot = along(step_dot) * (moved + along(decay) * y)
   return y, call.dot(x_dot, kernel) + y_dot.astype(y.dtype)
 
 

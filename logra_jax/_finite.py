@@ -37,4 +37,6 @@ def select(ok: jax.Array, new: Any, old: Any) -> Any:
 
 def zero_unless(ok: jax.Array, tree: Any) -> Any:
   """The tree where `ok`, else zeros (never `0 · NaN`)."""
-  return jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros_like(x)), tree)
+  # The zero is `ok` itself: constant zeros XLA shares with other constants of
+  # the shape, and then keeps them as an array.
+  return jax.tree.map(lambda x: jnp.where(ok, x, ok.astype(x.dtype)), tree)

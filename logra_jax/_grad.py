@@ -66,16 +66,13 @@ def value_and_grad(
   """
 
   def value_and_sketch(params, opt_state, *args, **kwargs):
-    view = _state.View(params, opt_state, forward=False)
+    view = _state.View(params, opt_state)
     _check_foreign_states(opt_state, view)
 
     def of_free(free):
       return fun(view.tree(free), *args, **kwargs)
 
     value, grads = jax.value_and_grad(of_free, has_aux=has_aux)(view.free())
-    for path in view.targets:
-      if path in grads:
-        grads[path] = grads[path][0]
     return value, view.like_params(grads)
 
   return value_and_sketch

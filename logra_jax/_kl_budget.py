@@ -173,6 +173,8 @@ def kl_budget(
         updates, state.inner, params, probe=probe, **extra_args
     )
     proposed = jax.tree.map(_descend, proposed, is_leaf=_state.is_update)
+    # Made once: the step is what the probe saw, and the gradients can go.
+    proposed = jax.lax.optimization_barrier(proposed)
     predicted = jnp.asarray(probe(proposed), jnp.float32)
     ok &= _finite.all_finite(proposed)
     ok &= _finite.none_lost(new_inner, state.inner)

@@ -158,13 +158,13 @@ class KLProbe:
     Returns:
       float32 scalar, nats per generated token; NaN if there is none.
     """
-    view = _state.View(self.params, self.opt_state, forward=True)
-    primals, tangents = view.perturbation(updates)
-    hidden_fn = lambda free: self.logits_fn(view.tree(free), self.batch)
+    view = _state.View(self.params, self.opt_state)
+    tree, primals, tangents = view.perturbation(updates)
+    hidden_fn = lambda free: self.logits_fn(tree(free), self.batch)
     hidden, hidden_dot = jax.jvp(hidden_fn, (primals,), (tangents,))
 
     def token_kl(h, h_dot):
-      head_fn = lambda free, h: self.head_fn(view.tree(free), h)
+      head_fn = lambda free, h: self.head_fn(tree(free), h)
       return quadratic_kl(
           *jax.jvp(head_fn, (primals, h), (tangents, h_dot)), self.temperature
       )

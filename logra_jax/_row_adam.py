@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 import optax
 
@@ -26,6 +27,11 @@ def _rms(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
   peak = jnp.max(jnp.abs(x), axis, keepdims=True)
   unit = x / jnp.where(peak > 0, peak, 1.0)
   return peak.squeeze(axis) * jnp.sqrt(jnp.mean(jnp.square(unit), axis))
+
+
+def _as_it_lies(x: jax.Array) -> jax.Array:
+  """Keeps XLA from transposing sketches in memory for the mean over a rank."""
+  return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _plain(sketch: jax.Array, rms: jax.Array, eps: float) -> jax.Array:
@@ -90,6 +96,7 @@ def scale_by_row_adam(
   def update_fn(updates, state, params=None):
     del params
     count = optax.safe_increment(state.count)
+    updates = jax.tree.map(_as_it_lies, updates)
     keep, add = math.sqrt(b2), math.sqrt(1 - b2)
     rms = jax.tree.map(
         lambda s, old: jnp.hypot(keep * old, add * _rms(s, -2)),
@@ -100,6 +107,7 @@ def scale_by_row_adam(
     updates = jax.tree.map(
         lambda s, r: rescale(s, r / correction, eps), updates, rms
     )
+    updates = jax.tree.map(_as_it_lies, updates)
     return updates, ScaleByRowAdamState(count=count, rms=rms)
 
   return optax.GradientTransformation(init_fn, update_fn)

@@ -1,5 +1,6 @@
 """The optimizer state of `sketch`, and what the other calls read from it."""
 
+from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -110,14 +111,13 @@ def find_states(opt_state: Any, kind: type | tuple[type, ...]) -> list[Any]:
 class View:
   """A parameter tree split into what is differentiated and what is not.
 
-  `free` holds, by path, what the loss or the probe is differentiated by: a
-  `(factor, decay)` pair of zeros for a target, the parameter itself where it
-  is trained densely. `tree(free)` is the tree the model gets.
+  `free` holds, by path, what the loss is differentiated by: the slot of a
+  target's sketch, zeros, or the parameter itself where it is trained densely.
+  `tree(free)` is the tree the model gets.
   """
 
-  def __init__(self, params: Any, opt_state: Any, *, forward: bool):
+  def __init__(self, params: Any, opt_state: Any):
     self._flat, self._treedef = _paths.flatten(params)
-    self._forward = forward
     self.targets: dict[str, tuple[Target, jax.Array, SketchState]] = {}
     frozen: set[str] = set()
     for state in find_states(opt_state, SketchState):
@@ -147,54 +147,72 @@ class View:
     return _paths.owner(self._flat, where)
 
   def free(self) -> dict[str, Any]:
-    free: dict[str, Any] = {}
-    for path in self.trained:
-      if path in self.targets:
-        t = self.targets[path][0]
-        free[path] = (
-            jnp.zeros(t.thin, jnp.float32),
-            jnp.zeros(t.batch, jnp.float32),
-        )
-      else:
-        free[path] = self._flat[path]
-    return free
-
-  def perturbation(self, updates: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Primals and tangents, by path, of the direction `updates`."""
-    flat, _ = _paths.flatten(updates, is_leaf=is_update)
-    primals, tangents = {}, {}
-    for path, primal in self.free().items():
-      update = flat[path]
-      if update is None:
-        continue
-      if path in self.targets:
-        target, _, state = self.targets[path]
-        decay = jnp.broadcast_to(
-            state.weight_decay * update.scale, target.batch
-        )
-        tangent = (update.value, decay)
-      else:
-        value = update.value if isinstance(update, Update) else update
-        tangent = value.astype(primal.dtype)
-      primals[path], tangents[path] = primal, tangent
-    return primals, tangents
+    thin = lambda target: jnp.zeros(target.thin, jnp.float32)
+    return {
+        path: thin(self.targets[path][0])
+        if path in self.targets
+        else self._flat[path]
+        for path in self.trained
+    }
 
   def tree(self, free: dict[str, Any]) -> Any:
-    """The parameter tree for the model, with `free` put in."""
+    """The parameter tree for reverse mode, with `free` put in."""
+
+    def node(path):
+      target, key, _ = self.targets[path]
+      return SketchedKernel(self._flat[path], free[path], key, target)
+
+    return self._tree(free, node)
+
+  def perturbation(
+      self, updates: Any
+  ) -> tuple[Callable[[dict], Any], dict[str, Any], dict[str, Any]]:
+    """The parameters along the direction `updates`, for forward mode.
+
+    Returns:
+      A function of values by path that gives the tree for the model, and the
+      values' primals and tangents. Of a target the value is only how much of
+      its update is taken, so that no second thin array is in memory.
+    """
+    flat, _ = _paths.flatten(updates, is_leaf=is_update)
+    moved = {p: flat[p] for p in self.trained if flat[p] is not None}
+    primals, tangents = {}, {}
+    for path, update in moved.items():
+      if path in self.targets:
+        batch = self.targets[path][0].batch
+        primals[path] = jnp.zeros(batch, jnp.float32)
+        tangents[path] = jnp.ones(batch, jnp.float32)
+      else:
+        value = update.value if isinstance(update, Update) else update
+        primals[path] = self._flat[path]
+        tangents[path] = value.astype(self._flat[path].dtype)
+
+    def tree(free):
+      def node(path):
+        target, key, state = self.targets[path]
+        update = moved[path]
+        return SketchedKernel(
+            self._flat[path],
+            update.value,
+            key,
+            target,
+            decay=jnp.broadcast_to(
+                state.weight_decay * update.scale, target.batch
+            ),
+            step=free[path],
+        )
+
+      return self._tree(free, node)
+
+    return tree, primals, tangents
+
+  def _tree(self, free: dict[str, Any], node: Callable[[str], Any]) -> Any:
+    """The parameters with `free` put in, targets by `node(path)`."""
     leaves = []
     for path, leaf in self._flat.items():
-      if path not in free:
-        leaves.append(leaf)
-      elif path in self.targets:
-        target, key, _ = self.targets[path]
-        factor, decay = free[path]
-        leaves.append(
-            SketchedKernel(
-                leaf, factor, decay, key, target, forward=self._forward
-            )
-        )
-      else:
-        leaves.append(free[path])
+      if path in free:
+        leaf = node(path) if path in self.targets else free[path]
+      leaves.append(leaf)
     return jax.tree.unflatten(self._treedef, leaves)
 
   def like_params(self, by_path: dict[str, Any]) -> Any:

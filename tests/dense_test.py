@@ -432,14 +432,14 @@ def test_frozen_parameters_have_no_gradient_and_others_a_dense_one():
 
 def tangents(fun, params, state, factors, scale):
   """Library's and dense tangent of `fun` along `Aᵀ D + wd · scale · W`."""
-  view = logra_jax._state.View(params, state, forward=True)
+  view = logra_jax._state.View(params, state)
   updates = jax.tree.map(lambda _: None, params)
   for path, factor in factors.items():
     *parents, name = path.split("/")
     node = toy.get(updates, "/".join(parents)) if parents else updates
     node[name] = logra_jax.Update(factor, jnp.float32(scale))
-  free, direction = view.perturbation(updates)
-  ours = jax.jit(lambda f, d: jax.jvp(lambda f: fun(view.tree(f)), (f,), (d,)))(
+  tree, free, direction = view.perturbation(updates)
+  ours = jax.jit(lambda f, d: jax.jvp(lambda f: fun(tree(f)), (f,), (d,)))(
       free, direction
   )
 

@@ -181,7 +181,7 @@ def test_the_projected_input_is_kept_and_not_the_input():
   """A chain of linear layers needs no input of any, for its input gradient."""
   params = toy.tree({"a/kernel": (48, 80), "b/kernel": (80, 32)})
   state = logra_jax.sketch(rank=RANK, targets=".*").init(params)
-  view = logra_jax._state.View(params, state, forward=False)
+  view = logra_jax._state.View(params, state)
   x = toy.normal(1, N, 48)
 
   def chain(params, x):
@@ -201,7 +201,7 @@ def test_the_projected_input_is_kept_and_not_the_input():
 def test_kept_in_a_scan_over_layers():
   params = toy.tree({"layers/kernel": (LAYERS, 48, 48)})
   state = logra_jax.sketch(rank=RANK, targets=".*").init(params)
-  view = logra_jax._state.View(params, state, forward=False)
+  view = logra_jax._state.View(params, state)
   x = toy.normal(1, N, 48)
 
   def chain(params):

@@ -24,6 +24,7 @@ def get_config() -> ml_collections.ConfigDict:
   c.param_dtype = "float32"  # Of the stored weights.
   c.remat = False  # Recompute each layer in the backward pass.
   c.attention_block = 0  # Queries scored at once; 0 means all.
+  c.token_block = 0  # Tokens of a sequence projected at once; 0 means all.
   c.updates = 20
 
   # Devices along each axis (experiments/sharding.py); all are used.
