@@ -50,6 +50,7 @@ class Request:
       `dense_adam`.
     others: `'frozen'` or `'adam'`: embeddings, norms, biases, head.
     attention_block: queries scored at once; 0 means all.
+    token_block: tokens of a sequence projected at once; 0 means all.
     chunk: tokens whose logits are in memory at once, over all devices.
   """
 
@@ -66,6 +67,7 @@ class Request:
   param_dtype: str | None = None
   others: str = "frozen"
   attention_block: int = 512
+  token_block: int = 0
   chunk: int = 256
 
 
@@ -269,10 +271,10 @@ def resolved(request: Request) -> Request:
     value = vars(request)[name]
     if value < 1:
       raise ValueError(f"{name}={value} must be at least 1")
-  if request.attention_block < 0:
-    raise ValueError(
-        f"attention_block={request.attention_block} must be 0 or more"
-    )
+  for name in ("attention_block", "token_block"):
+    value = vars(request)[name]
+    if value < 0:
+      raise ValueError(f"{name}={value} must be 0 or more")
   if request.sequences % request.micro_batch:
     raise ValueError(
         f"micro_batch={request.micro_batch} must divide"
@@ -328,6 +330,7 @@ def config_of(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
   c.param_dtype = request.param_dtype
   c.remat = True
   c.attention_block = request.attention_block
+  c.token_block = request.token_block
   c.mesh.update(dict(mesh.shape))
   shards = sharding.data_shards(mesh)
   # One response to a prompt: nothing is packed, each row has all its tokens.
