@@ -30,6 +30,24 @@ def configure(
   )
 
 
+def init_state(
+    config: ml_collections.ConfigDict, params: Any, tx: Any, mesh: Mesh
+) -> learner.TrainState:
+  """The state before the first update, laid out over the mesh.
+
+  Args:
+    config: a config like `configs/quickstart.py`.
+    params: the model's parameters, the same in every process.
+    tx: of `optimizers.make_optimizer`.
+    mesh: of `sharding.make_mesh`.
+  """
+  params = optimizers.init_params(config, params)
+  params = sharding.put(params, sharding.shardings(params, params, mesh))
+  make = lambda params: learner.init_state(params, tx)
+  where = sharding.shardings(jax.eval_shape(make, params), params, mesh)
+  return jax.jit(make, out_shardings=where)(params)
+
+
 def jit_update(
     model: Decoder,
     tx: Any,

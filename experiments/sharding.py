@@ -7,8 +7,9 @@ that share responses, and split heads and features among them.
 
 `fsdp` splits a kernel's inputs, so that gathered parts lie in memory one after
 the other (split by outputs, XLA keeps a transposed second copy of all weights),
-and for the same reason a sketch's rank. An axis that does not divide a size is left out, or goes
-to the array's other axis: at worst the array is whole on those devices.
+and for the same reason a sketch's rank. An axis that does not divide a size is
+left out, or goes to the array's other axis: at worst the array is whole on
+those devices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,8 +46,13 @@ RULES: dict[str, tuple[str, ...]] = {
 _SPLIT, _JOIN = ("whole_in", "split_out"), ("split_in", "whole_out")
 # Names of a parameter's last axes, by the end of its path; others are whole.
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
-    r"(q|k|v|gate|up)_proj/kernel": _SPLIT,
-    r"(o|down)_proj/kernel": _JOIN,
+    # `kernel/kernel` is what LoRA's adapters, `a` and `b`, stand beside.
+    r"(q|k|v|gate|up)_proj/kernel(/kernel)?": _SPLIT,
+    r"(o|down)_proj/kernel(/kernel)?": _JOIN,
+    r"(q|k|v|gate|up)_proj/kernel/a": (_SPLIT[0], None),
+    r"(q|k|v|gate|up)_proj/kernel/b": (None, _SPLIT[1]),
+    r"(o|down)_proj/kernel/a": (_JOIN[0], None),
+    r"(o|down)_proj/kernel/b": (None, _JOIN[1]),
     r"embed/embedding": ("vocab", None),
     r"lm_head/kernel": (None, "vocab"),
 }
@@ -178,13 +184,17 @@ def _leaf_names(
   names = _names(owner, len(owners[owner]))
   if tuple(shape) == tuple(owners[owner]):
     return names
-  if not shape or shape[-1] != owners[owner][-1]:
-    return (None,) * len(shape)
   whole = (None,) * len(shape)
+  if len(shape) == len(names) > 1 and shape[-1] != owners[owner][-1]:
+    # GaLore's projections and moments: [d_in or d_out, rank].
+    sides = dict(zip(owners[owner][-2:][::-1], names[-2:][::-1], strict=True))
+    return (*whole[:-2], sides.get(shape[-2]), None)
+  if not shape or shape[-1] != owners[owner][-1]:
+    return whole
   split = names[-1] == "split_out"
   if len(shape) == len(names) > 1:
-    return whole[:-2] + ("rank" if split else "split_rank", names[-1])
-  return whole[:-1] + ("features",) if split else whole
+    return (*whole[:-2], "rank" if split else "split_rank", names[-1])
+  return (*whole[:-1], "features") if split else whole
 
 
 def _owners(params: Any) -> dict[str, Sequence[int]]:

@@ -29,7 +29,9 @@ from experiments import (
     optimizers,
     plots,
     pretrained,
+    program,
     progress,
+    sharding,
     tasks,
     tiny,
 )
@@ -156,13 +158,19 @@ def load_model(config: ml_collections.ConfigDict) -> pretrained.Pretrained:
     loaded = tiny.make_tiny(config.seed)
   else:
     loaded = pretrained.load(config.model, config.param_dtype)
-  model_config = dataclasses.replace(
-      loaded.config,
-      dtype=config.dtype,
-      param_dtype=config.param_dtype,
-      remat=config.remat,
-  )
-  return loaded._replace(config=model_config)
+  return loaded._replace(config=program.configure(loaded.config, config))
+
+
+def _make_mesh(
+    config: ml_collections.ConfigDict, model: decoder.DecoderConfig
+) -> jax.sharding.Mesh:
+  """The mesh of the config, checked against the model and the batch."""
+  mesh = sharding.make_mesh(config.mesh)
+  sharding.check_model(model, mesh)
+  for name in ("rollout.prompts", "loss.micro_batch", "kl.probe_responses"):
+    section, field = name.split(".")
+    sharding.check_batch(f"config.{name}", config[section][field], mesh)
+  return mesh
 
 
 class _Run:
@@ -182,16 +190,17 @@ class _Run:
     loaded = load_model(config)
     self.model = decoder.Decoder(loaded.config)
     self.tokenizer = loaded.tokenizer
+    self.mesh = _make_mesh(config, loaded.config)
     tx = optimizers.make_optimizer(config)
-    self.state = learner.init_state(loaded.params, tx)
+    self.state = program.init_state(config, loaded.params, tx, self.mesh)
     progress.say(logra_jax.summary(self.state.params, self.state.opt_state))
     restored = saved.restore(self.state, progress.say)
     if restored is not None:
       self.state = restored[1]
       progress.say(f"resuming after update {restored[0]} of {config.updates}")
     # The state is donated: new parameters take the place of the old ones.
-    self.train_step = jax.jit(
-        learner.make_train_step(self.model, tx, config), donate_argnums=0
+    self.train_step = program.jit_update(
+        self.model, tx, config, self.state, self.mesh
     )
 
   def loop(self, stop: workdir_lib.Stop) -> learner.TrainState:
@@ -201,7 +210,8 @@ class _Run:
     writer = metrics_lib.MetricsWriter(
         self.path, resume_at=update, tensorboard=config.tensorboard
     )
-    with writer, progress.Progress(config.updates, update) as bar:
+    mesh = jax.set_mesh(self.mesh)
+    with mesh, writer, progress.Progress(config.updates, update) as bar:
       if update == 0:
         self.evaluate(writer, bar, update)
       pending = _Pending(writer, bar)
@@ -276,7 +286,8 @@ class _Run:
     )
     advantages = grpo.group_advantages(rewards, n)
     groups = rewards.reshape(-1, n)
-    return learner.Batch(rollout, advantages), {
+    batch = learner.Batch(rollout, advantages)
+    return sharding.put(batch, sharding.batch_shardings(batch, self.mesh)), {
         "train/reward": rewards.mean(),
         "train/reward_std": rewards.std(),
         "train/equal_groups": np.mean(np.ptp(groups, axis=1) == 0),
