@@ -81,5 +81,5 @@ def test_a_directory_needs_no_weights(tmp_path):
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="has no config.json"):
+  with pytest.raises(ValueError, match=r"has no config\.json"):
     models.architecture(tmp_path)
