@@ -9,7 +9,7 @@ largest micro-batch that fits, `--search=slice` for the smallest slice of the
 target's family. In a notebook: `planner.plan(planner.Request(model, target))`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import math
@@ -113,8 +113,9 @@ def table(found: Plan) -> str:
   r, gib = found.request, lambda n: f"{n / _GIB:10.3f} GiB"
   rows = [
       f"{r.model} on {r.target}: {r.optimizer}, rank {r.rank}, {r.sequences} x"
-      f" {r.tokens} tokens a data shard, {r.micro_batch} at once,"
+      f" {r.tokens} tokens a device, {r.micro_batch} at once,"
       f" {r.param_dtype} weights, others {r.others}",
+      f"mesh {_mesh_text(r.mesh)}, token blocks of {r.token_block or r.tokens}",
       "",
       *(f"  {kind:<16}{gib(n)}" for kind, n in found.arguments.items()),
       f"  {'gradient':<16}{gib(found.gradient_bytes)}  (among temporaries)",
@@ -146,6 +147,10 @@ def table(found: Plan) -> str:
       )
   rows += ["", f"  compiled in {found.compile_seconds:.0f} s", _verdict(found)]
   return "\n".join(rows)
+
+
+def _mesh_text(mesh: Mapping[str, int] | None) -> str:
+  return ",".join(f"{axis}:{size}" for axis, size in (mesh or {}).items())
 
 
 def _verdict(found: Plan) -> str:
@@ -279,7 +284,9 @@ def _define_flags() -> None:
       flags.DEFINE_integer(field.name, default, help_text)
     else:
       flags.DEFINE_string(field.name, default, help_text)
-  flags.DEFINE_string("mesh", None, "As fsdp:4,tensor:2; default: all fsdp.")
+  flags.DEFINE_string(
+      "mesh", None, "As fsdp:4,tensor:2; default: see default_mesh."
+  )
   flags.DEFINE_enum("search", None, ["batch", "slice"], "What to look for.")
   flags.DEFINE_string("json", None, "File to write the figures to.")
   flags.DEFINE_string("dump", None, "Folder for the compiler's own files.")

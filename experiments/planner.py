@@ -25,6 +25,9 @@ from experiments.configs import quickstart
 from experiments.decoder import DecoderConfig
 import logra_jax
 
+_DEVICES_PER_HOST = 8
+# Rows of a product that keep an accelerator busy, and the smallest block.
+_ROWS, _MIN_BLOCK = 512, 128
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 
 
@@ -39,18 +42,18 @@ class Request:
     rank: of sketches, adapters or projections.
     tokens: length of a sequence, prompt and completion together.
     prompt_tokens: of these, the prompt's; None means an eighth.
-    sequences: responses per update and data shard (device along the axes
-      `data` and `fsdp`).
+    sequences: responses per update and device.
     micro_batch: of these, how many are computed at once; divides `sequences`.
-    probe: responses per data shard that the KL is predicted on; None means 2,
-      or `sequences` where that is less.
+    probe: responses per device that the KL is predicted on; None means 2, or
+      `sequences` where that is less.
     mesh: devices along each of `sharding.AXES`; missing ones are 1. None means
-      all on `fsdp`.
+      `default_mesh`.
     param_dtype: of the stored weights; None means bfloat16, and float32 for
       `dense_adam`.
     others: `'frozen'` or `'adam'`: embeddings, norms, biases, head.
     attention_block: queries scored at once; 0 means all.
-    token_block: tokens of a sequence projected at once; 0 means all.
+    token_block: tokens of a sequence projected at once; 0 means all, None
+      `default_token_block`.
     chunk: tokens whose logits are in memory at once, over all devices.
   """
 
@@ -67,7 +70,7 @@ class Request:
   param_dtype: str | None = None
   others: str = "frozen"
   attention_block: int = 512
-  token_block: int = 0
+  token_block: int | None = None
   chunk: int = 256
 
 
@@ -141,7 +144,14 @@ def plan(request: Request, dump: str | os.PathLike[str] | None = None) -> Plan:
   target = devices.parse(request.target)
   architecture = models.architecture(request.model)
   _check_sizes(request, architecture)
-  mesh = _mesh(request, target)
+  mesh = _mesh(request, target, architecture)
+  request = dataclasses.replace(
+      request,
+      mesh=dict(mesh.shape),
+      token_block=_or(
+          request.token_block, default_token_block(request, mesh.shape)
+      ),
+  )
   config = config_of(request, mesh)
   state, batch = program.abstract_arguments(architecture, config, mesh)
   common = {
@@ -272,6 +282,8 @@ def resolved(request: Request) -> Request:
     if value < 1:
       raise ValueError(f"{name}={value} must be at least 1")
   for name in ("attention_block", "token_block"):
+    if vars(request)[name] is None:
+      continue
     value = vars(request)[name]
     if value < 0:
       raise ValueError(f"{name}={value} must be 0 or more")
@@ -330,15 +342,14 @@ def config_of(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
   c.param_dtype = request.param_dtype
   c.remat = True
   c.attention_block = request.attention_block
-  c.token_block = request.token_block
+  c.token_block = request.token_block or 0
   c.mesh.update(dict(mesh.shape))
-  shards = sharding.data_shards(mesh)
   # One response to a prompt: nothing is packed, each row has all its tokens.
-  c.rollout.prompts = request.sequences * shards
+  c.rollout.prompts = request.sequences * mesh.size
   c.rollout.responses = 1
   c.rollout.max_prompt_tokens = request.prompt_tokens
   c.rollout.max_new_tokens = request.tokens - request.prompt_tokens
-  c.loss.micro_batch = request.micro_batch * shards
+  c.loss.micro_batch = request.micro_batch * mesh.size
   c.loss.pack = 1
   c.loss.chunk = request.chunk
   c.optimizer.name = request.optimizer
@@ -348,14 +359,45 @@ def config_of(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
     # As published: a new basis for each update, so no momentum.
     c.optimizer.momentum = 0.0
     c.optimizer.refresh = True
-  c.kl.probe_responses = request.probe * shards
+  c.kl.probe_responses = request.probe * mesh.size
   c.kl.measure = False
   return c
 
 
-def _mesh(request: Request, target: devices.Target) -> Mesh:
+def default_mesh(architecture: DecoderConfig, n_devices: int) -> dict[str, int]:
+  """As many devices on `tensor` as the model and one host allow, then `fsdp`.
+
+  With a sequence or two per device the weights of a layer are larger than its
+  activations, so it is the activations that should travel.
+  """
+  tensor = max(
+      n
+      for n in range(1, min(n_devices, _DEVICES_PER_HOST) + 1)
+      if not (
+          n_devices % n or architecture.n_heads % n or architecture.d_ff % n
+      )
+  )
+  return {"data": 1, "fsdp": n_devices // tensor, "tensor": tensor}
+
+
+def default_token_block(request: Request, mesh: Mapping[str, int]) -> int:
+  """Enough tokens for products of `_ROWS` rows; all where weights are gathered.
+
+  Every block gathers the weights that are split over `fsdp` anew.
+  """
+  if mesh["fsdp"] > 1:
+    return 0
+  sequences = request.micro_batch * mesh["tensor"]
+  return min(request.tokens, max(_MIN_BLOCK, _ROWS // sequences))
+
+
+def _mesh(
+    request: Request, target: devices.Target, architecture: DecoderConfig
+) -> Mesh:
   found = target.devices()
-  sizes = {"fsdp": len(found)} if request.mesh is None else request.mesh
+  sizes = request.mesh
+  if sizes is None:
+    sizes = default_mesh(architecture, len(found))
   unknown = set(sizes) - set(sharding.AXES)
   if unknown:
     raise ValueError(
