@@ -347,7 +347,8 @@ class Layer(nn.Module):
     x, cache = carry
     x = constrain(x, None, *_RESIDUAL)
     q, k, v = _blockwise(Layer._project, self, x, *rope)
-    k, v = _join(k), _join(v)
+    # What fills up the last block is no key.
+    k, v = (_join(y)[:, : mask.shape[-1]] for y in (k, v))
     if cache is not None:
       cache, k, v = _update(cache, layer, index, k, v)
 
