@@ -69,7 +69,7 @@ class Request:
   mesh: Mapping[str, int] | None = None
   param_dtype: str | None = None
   others: str = "frozen"
-  attention_block: int = 512
+  attention_block: int = 128
   token_block: int | None = None
   chunk: int = 256
 
