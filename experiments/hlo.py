@@ -14,11 +14,12 @@ Counted, per device and per run of the program:
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
+import operator
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,8 +61,9 @@ class Instruction(NamedTuple):
 
   Attributes:
     op: for example `dot`, `fusion`, `all-gather-start`.
-    shapes: of the result, all arrays of a tuple in order.
-    operands: names of instructions of the same computation.
+    type: of the result, as text.
+    operands: names of instructions of the same computation; `name#1` is an
+      element of a tuple, as newer compilers write it.
     args: what stands between the parentheses: for a constant its value.
     attributes: the text after the parentheses.
     root: whether it is the computation's result.
@@ -69,12 +71,17 @@ class Instruction(NamedTuple):
   """
 
   op: str
-  shapes: tuple[Shape, ...]
+  type: str
   operands: tuple[str, ...]
   args: str
   attributes: str
   root: bool
   line: str
+
+  @property
+  def shapes(self) -> tuple[Shape, ...]:
+    """Of the result, all arrays of a tuple in order."""
+    return _shapes(self.type)
 
   def calls(self, *keys: str) -> list[str]:
     """Names of the computations that `key=` attributes name."""
@@ -156,8 +163,8 @@ def parse(text: str) -> Program:
       args, attributes = _split(match["rest"])
       current[match["name"]] = Instruction(
           op=match["op"],
-          shapes=_shapes(match["type"]),
-          operands=tuple(re.findall(r"%([\w.-]+)", args)),
+          type=match["type"],
+          operands=tuple(re.findall(r"%([\w.-]+(?:#\d+)*)", args)),
           args=args,
           attributes=attributes,
           root=bool(match["root"]),
@@ -208,24 +215,35 @@ def _bits(dtype: str) -> int:
   return int(match[1])
 
 
+def _element(text: str, index: int) -> str:
+  """Of a tuple's type, the type of one element."""
+  depth, start, found = 0, 1, []
+  for i, char in enumerate(text):
+    depth += (char in "([{") - (char in ")]}")
+    if (char == "," and depth == 1) or not depth:
+      found.append(text[start:i])
+      start = i + 1
+  return found[index].strip()
+
+
 class _Counter:
-  """Sums costs over computations, each looked at once."""
+  """Sums costs over computations, each looked at once per known arguments."""
 
   def __init__(self, program: Program):
     self._computations = program.computations
-    self._done: dict[str, Cost] = {}
+    self._done: dict[tuple[str, _Value], Cost] = {}
 
-  def computation(self, name: str) -> Cost:
-    if name not in self._done:
-      body = self._computations[name]
-      self._done[name] = sum(
-          (self._instruction(name, i) for i in body.values()), Cost()
+  def computation(self, name: str, args: tuple["_Value", ...] = ()) -> Cost:
+    if (name, args) not in self._done:
+      frame = _Frame(self._computations, name, args)
+      self._done[name, args] = sum(
+          (self._instruction(frame, i) for i in frame.body.values()), Cost()
       )
-    return self._done[name]
+    return self._done[name, args]
 
-  def _instruction(self, where: str, i: Instruction) -> Cost:
+  def _instruction(self, frame: "_Frame", i: Instruction) -> Cost:
     op = i.op.removesuffix("-start")
-    operands = self._operand_shapes(where, i)
+    operands = _operand_shapes(frame.body, i)
     if op in COLLECTIVES:
       return Cost(collective_bytes={op: _moved(i, operands)})
     if op == "dot":
@@ -233,37 +251,49 @@ class _Counter:
     if op == "convolution":
       return Cost(flops=_convolution(i, operands))
     if op == "while":
-      return self._loop(where, i)
+      return self._loop(frame, i)
     if op == "conditional":
       names = i.calls(
           "branch_computations", "true_computation", "false_computation"
       )
-      branches = [self.computation(name) for name in names]
+      branches = [
+          self.computation(name, (frame.value(operand),))
+          for name, operand in zip(names, i.operands[1:], strict=True)
+      ]
       size = lambda c: (c.flops, sum(c.collective_bytes.values()))
       return max(branches, key=size)
     inner = Cost()
     if op in ("fusion", "call", "async", "custom-call"):
+      args = tuple(frame.value(operand) for operand in i.operands)
       names = i.calls("calls", "to_apply", "called_computations")
-      inner = sum((self.computation(name) for name in names), Cost())
+      inner = sum((self.computation(name, args) for name in names), Cost())
     if op == "custom-call" and "gemm_backend_config" in i.attributes:
       return inner + Cost(flops=_gemm(i, operands[0]))
     return inner
 
-  def _operand_shapes(self, where: str, i: Instruction) -> list[Shape]:
-    body = self._computations[where]
-    return [s for name in i.operands if name in body for s in body[name].shapes]
-
-  def _loop(self, where: str, i: Instruction) -> Cost:
+  def _loop(self, frame: "_Frame", i: Instruction) -> Cost:
     (body,), (condition,) = i.calls("body"), i.calls("condition")
+    start = frame.value(i.operands[0])
+    turns, constants = _turns(self._computations, start, condition, body)
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.attributes)
     if known:
-      turns: int | None = int(known[1])
-    else:
-      turns = _turns(self._computations, where, i, condition, body)
-    inner = self.computation(body)
+      turns = int(known[1])
+    inner = self.computation(body, (constants,))
     if turns is None:
       return inner + Cost(unknown_loops=1)
     return inner.times(turns)
+
+
+def _operand_shapes(body: Computation, i: Instruction) -> list[Shape]:
+  shapes: list[Shape] = []
+  for operand in i.operands:
+    name, *path = operand.split("#")
+    if name in body:
+      text = body[name].type
+      for index in path:
+        text = _element(text, int(index))
+      shapes += _shapes(text)
+  return shapes
 
 
 def _moved(i: Instruction, operands: Sequence[Shape]) -> int:
@@ -358,92 +388,159 @@ def _pairs(
 
 # What a loop's counter is made of: a number, a tuple, or None for what does not
 # follow from constants.
-_Value = int | list | None
+_Value = int | tuple | None
 
 
 def _turns(
     computations: dict[str, Computation],
-    where: str,
-    loop: Instruction,
+    start: _Value,
     condition: str,
     body: str,
-) -> int | None:
-  """How often a loop runs, by running its counter."""
-  state = _evaluate(computations, where, loop.operands[0], [])
+) -> tuple[int | None, _Value]:
+  """How often a loop runs, by running its counter; what of its state stays."""
+  state = stays = start
   for turn in range(_MAX_TURNS):
-    if not isinstance(state, list):
-      return None
-    goes_on = _root(computations, condition, [state])
-    if goes_on is None:
-      return None
+    goes_on = _Frame(computations, condition, (state,)).root()
+    if not isinstance(goes_on, int):
+      break
     if not goes_on:
-      return turn
-    state = _root(computations, body, [state])
-  return None
+      return turn, stays
+    state = _Frame(computations, body, (state,)).root()
+    stays = _common(stays, state)
+  return None, None
 
 
-def _root(
-    computations: dict[str, Computation], where: str, args: Sequence[_Value]
-) -> _Value:
-  """The result of a computation as far as it follows from constants."""
-  (name,) = [n for n, i in computations[where].items() if i.root]
-  return _evaluate(computations, where, name, args)
+def _common(a: _Value, b: _Value) -> _Value:
+  """What two values share."""
+  if isinstance(a, tuple) and isinstance(b, tuple):
+    return tuple(map(_common, a, b))
+  return a if a == b else None
 
 
-def _evaluate(
-    computations: dict[str, Computation],
-    where: str,
-    name: str,
-    args: Sequence[_Value],
-) -> _Value:
-  """The value of an instruction, for integers and tuples of them."""
-  i = computations[where][name]
-  of = lambda operand: _evaluate(computations, where, operand, args)
-  if i.op == "parameter":
-    number = int(i.args)
-    return args[number] if number < len(args) else None
-  if i.op == "get-tuple-element":
-    whole = of(i.operands[0])
-    match = re.search(r"\bindex=(\d+)", i.attributes)
-    assert match is not None, i.line
-    return whole[int(match[1])] if isinstance(whole, list) else None
-  if i.op == "tuple":
-    return [of(operand) for operand in i.operands]
-  # Only counters are of interest; arrays would lead through the whole program.
-  if len(i.shapes) != 1 or i.shapes[0].dims:
+class _Frame:
+  """One run of a computation, as far as it follows from constants."""
+
+  def __init__(
+      self,
+      computations: dict[str, Computation],
+      name: str,
+      args: tuple[_Value, ...],
+  ):
+    self.body = computations[name]
+    self._computations = computations
+    self._args = args
+    self._values: dict[str, _Value] = {}
+
+  def root(self) -> _Value:
+    """The result."""
+    (name,) = [n for n, i in self.body.items() if i.root]
+    return self.value(name)
+
+  def value(self, operand: str) -> _Value:
+    """Of an instruction, or of an element of it: see `Instruction`."""
+    name, *path = operand.split("#")
+    if name not in self._values:
+      self._values[name] = self._evaluate(self.body[name])
+    value = self._values[name]
+    for index in path:
+      value = _at(value, int(index))
+    return value
+
+  def _evaluate(self, i: Instruction) -> _Value:
+    of = self.value
+    # Only counters are of interest; arrays would lead through everything.
+    if not i.type.startswith("(") and not _is_counter(i.shapes[0]):
+      return None
+    if i.op == "parameter":
+      number = int(i.args)
+      return self._args[number] if number < len(self._args) else None
+    if i.op == "constant":
+      return _constant(i.args)
+    if i.op in _SAME:
+      return of(i.operands[0])
+    if i.op == "tuple":
+      return tuple(of(operand) for operand in i.operands)
+    if i.op == "get-tuple-element":
+      match = re.search(r"\bindex=(\d+)", i.attributes)
+      assert match is not None, i.line
+      return _at(of(i.operands[0]), int(match[1]))
+    if i.op in ("fusion", "call"):
+      return self._call(i)
+    # Transfers and calls while others run: their results are known as at once.
+    if i.op == "copy-start":
+      return of(i.operands[0]), None, None
+    if i.op == "async-start":
+      return None, self._call(i), None
+    if i.op in ("copy-done", "async-done"):
+      return _at(of(i.operands[0]), 0 if i.op == "copy-done" else 1)
+    if i.op in _ARITHMETIC or i.op in ("compare", "select"):
+      values = [of(operand) for operand in i.operands]
+      if all(isinstance(value, int) for value in values):
+        return _arithmetic(i, values)
     return None
-  if i.op == "constant":
-    return _constant(i.args)
-  if i.op in ("copy", "bitcast", "convert", "reshape"):
-    return of(i.operands[0])
-  if i.op in ("fusion", "call"):
+
+  def _call(self, i: Instruction) -> _Value:
     (inner,) = i.calls("calls", "to_apply")
-    return _root(computations, inner, [of(o) for o in i.operands])
-  if i.op in ("add", "subtract", "compare"):
-    a, b = (of(operand) for operand in i.operands)
-    if isinstance(a, int) and isinstance(b, int):
-      return _arithmetic(i, a, b)
-  return None
+    args = tuple(self.value(operand) for operand in i.operands)
+    return _Frame(self._computations, inner, args).root()
+
+
+# Operations that hand on one number, or a tuple, as it is.
+_SAME = (
+    "async-update",
+    "bitcast",
+    "broadcast",
+    "convert",
+    "copy",
+    "opt-barrier",
+    "reshape",
+)
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "and": operator.and_,
+    "maximum": max,
+    "minimum": min,
+    "multiply": operator.mul,
+    "or": operator.or_,
+    "subtract": operator.sub,
+}
+_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+
+
+def _is_counter(shape: Shape) -> bool:
+  """Whether it is one whole number."""
+  whole = re.fullmatch(r"[su]\d+|pred", shape.dtype)
+  return bool(whole) and math.prod(shape.dims) == 1
+
+
+def _at(value: _Value, index: int) -> _Value:
+  return value[index] if isinstance(value, tuple) else None
 
 
 def _constant(text: str) -> int | None:
+  text = text.strip("{} ")  # Of an array of one.
   words = {"true": 1, "false": 0}
   if text in words:
     return words[text]
   return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
-def _arithmetic(i: Instruction, a: int, b: int) -> int:
-  if i.op != "compare":
-    return a + b if i.op == "add" else a - b
-  match = re.search(r"\bdirection=(\w+)", i.attributes)
-  assert match is not None, i.line
-  results = {
-      "LT": a < b,
-      "LE": a <= b,
-      "GT": a > b,
-      "GE": a >= b,
-      "EQ": a == b,
-      "NE": a != b,
-  }
-  return int(results[match[1]])
+def _arithmetic(i: Instruction, values: Sequence[Any]) -> int:
+  """The result of one operation on whole numbers, in its dtype."""
+  if i.op == "select":
+    return values[1] if values[0] else values[2]
+  if i.op == "compare":
+    match = re.search(r"\bdirection=(\w+)", i.attributes)
+    assert match is not None, i.line
+    return int(_COMPARISONS[match[1]](*values))
+  dtype = i.shapes[0].dtype
+  n = 2 ** _bits(dtype)
+  low = -n // 2 if dtype.startswith("s") else 0
+  return (_ARITHMETIC[i.op](*values) - low) % n + low
