@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from experiments import sharding
+
 PyTree = Any
 _MANIFEST = "manifest.json"
 _TEMPORARY = ".tmp-"
@@ -37,9 +39,11 @@ class Checkpoints:
       raise ValueError(f"keep must be at least 1, not {keep}")
     self._directory = pathlib.Path(directory).absolute()
     self._keep = keep
-    self._directory.mkdir(parents=True, exist_ok=True)
-    for half_written in self._directory.glob(f"{_TEMPORARY}*"):
-      shutil.rmtree(half_written)
+    if sharding.is_first_process():
+      self._directory.mkdir(parents=True, exist_ok=True)
+      for half_written in self._directory.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(half_written)
+    sharding.wait_for_all("cleared")
 
   def updates(self) -> list[int]:
     """The update counts of the checkpoints that are there, ascending."""
@@ -49,22 +53,32 @@ class Checkpoints:
   def save(self, update: int, state: PyTree) -> pathlib.Path:
     """Writes `state` (a tree of arrays) as the checkpoint of `update`.
 
+    All processes call it, and write their parts into the one directory.
     Blocks until it is on disk. One of the same update is replaced.
     """
     final = self._path(update)
     temporary = self._directory / f"{_TEMPORARY}{final.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    if sharding.is_first_process():
+      shutil.rmtree(temporary, ignore_errors=True)
+      temporary.mkdir()
+    sharding.wait_for_all("made")
     with ocp.StandardCheckpointer() as checkpointer:
       checkpointer.save(temporary / "state", state)
       checkpointer.wait_until_finished()
+    sharding.wait_for_all("written")
+    if sharding.is_first_process():
+      self._publish(temporary, final)
+    sharding.wait_for_all("published")
+    return final
+
+  def _publish(self, temporary: pathlib.Path, final: pathlib.Path) -> None:
+    """Makes what was written count, and older checkpoints go."""
     _write_synced(temporary / _MANIFEST, json.dumps(_hashes(temporary)))
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
     _sync(self._directory)
     for old in self.updates()[: -self._keep]:
       shutil.rmtree(self._path(old))
-    return final
 
   def restore(
       self,

@@ -10,7 +10,7 @@ from absl import app, flags
 import jax
 import numpy as np
 
-from experiments import decoder, pretrained, tasks
+from experiments import decoder, pretrained, sharding, tasks
 from experiments import rollout as rollout_lib
 from experiments.tokenizer import Tokenizer
 
@@ -92,6 +92,7 @@ def evaluate(
       eos_ids=tokenizer.eos_ids,
       pad_id=tokenizer.pad_id,
   )
+  rollout = sharding.fetch(rollout)
   completions = decode_completions(tokenizer, rollout)
   rewards = tasks.checked_rewards(task, examples, completions)
   metrics = {

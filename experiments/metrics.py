@@ -11,7 +11,9 @@ import json
 import math
 import os
 import pathlib
-from typing import Any
+from typing import IO, Any
+
+import jax
 
 from experiments import extras
 
@@ -38,6 +40,11 @@ class MetricsWriter:
       resume_at: number of updates already done; 0 starts the record anew.
       tensorboard: also write TensorBoard events to `workdir/tensorboard`.
     """
+    self._file: IO[str] | None = None
+    self._events: Any = None
+    # Of many processes the first keeps the record.
+    if jax.process_index():
+      return
     workdir = pathlib.Path(workdir)
     path = workdir / FILENAME
     rows = [row for row in read_rows(path) if row["update"] <= resume_at]
@@ -47,7 +54,6 @@ class MetricsWriter:
     temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.replace(temporary, path)
     self._file = path.open("a")
-    self._events = None
     if tensorboard:
       module = extras.require("tensorboardX", "train")
       # Events after the step are hidden by TensorBoard itself.
@@ -63,8 +69,9 @@ class MetricsWriter:
       row[name] = value if math.isfinite(value) else None
       if self._events is not None and row[name] is not None:
         self._events.add_scalar(name, value, update)
-    self._file.write(json.dumps(row, allow_nan=False) + "\n")
-    self._file.flush()
+    if self._file is not None:
+      self._file.write(json.dumps(row, allow_nan=False) + "\n")
+      self._file.flush()
     return row
 
   def __enter__(self) -> "MetricsWriter":
@@ -75,7 +82,8 @@ class MetricsWriter:
 
   def close(self) -> None:
     """Closes the files; further writes are an error."""
-    self._file.close()
+    if self._file is not None:
+      self._file.close()
     if self._events is not None:
       self._events.close()
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 import sys
 from typing import Any
 
+import jax
+
 from experiments import extras
 
 # Metrics of an update that are shown: format, and name on a bar and on a line.
@@ -16,8 +18,9 @@ _SHOWN = (
 
 
 def say(text: str) -> None:
-  """Prints at once, also where output is a file."""
-  print(text, flush=True)
+  """Prints at once, also to a file; of many processes the first does."""
+  if jax.process_index() == 0:
+    print(text, flush=True)
 
 
 class Progress:
@@ -27,7 +30,7 @@ class Progress:
     """Starts at `done` of `total` updates."""
     self._total = total
     self._bar: Any = None
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and jax.process_index() == 0:
       tqdm = extras.require("tqdm", "train").tqdm
       self._bar = tqdm(
           total=total,

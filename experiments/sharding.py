@@ -18,6 +18,7 @@ import re
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
@@ -266,3 +267,32 @@ def put(tree: Any, where: Any) -> Any:
     return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
 
   return jax.tree.map(one, tree, where)
+
+
+def fetch(tree: Any) -> Any:
+  """Arrays that lie anywhere, whole in every process, as NumPy arrays."""
+
+  def one(x: jax.Array) -> np.ndarray:
+    if x.is_fully_addressable or x.is_fully_replicated:
+      return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)
+
+  return jax.tree.map(one, tree)
+
+
+def is_first_process() -> bool:
+  """Whether this process writes what is written once."""
+  return jax.process_index() == 0
+
+
+def wait_for_all(name: str) -> None:
+  """Waits until every process is here; `name` is of the place."""
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(name)
+
+
+def any_process(value: bool) -> bool:
+  """Whether `value` is true in any process; all must ask."""
+  if jax.process_count() == 1:
+    return value
+  return bool(multihost_utils.process_allgather(np.asarray(value)).any())

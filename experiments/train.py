@@ -5,6 +5,9 @@
 
 Rerunning the command resumes from the newest checkpoint; Ctrl-C and SIGTERM
 save one first. In a notebook: `train(get_config(), workdir)`.
+
+On several hosts every process runs the command with `--distributed`; they
+share one `workdir`, and the first process alone writes the record.
 """
 
 import dataclasses
@@ -79,16 +82,24 @@ def train(
       is no number.
   """
   check_config(config)
+  mesh = _make_mesh(config)
+  # The first process alone makes files; the others then find them.
+  if not sharding.is_first_process():
+    sharding.wait_for_all("claimed")
   path = workdir_lib.claim(workdir, config)
+  if sharding.is_first_process():
+    sharding.wait_for_all("claimed")
   saved = checkpoints.Checkpoints(
       path / "checkpoints", keep=config.checkpoint.keep
   )
   with workdir_lib.stop_on_signals() as stop:
     state = None
     if config.updates not in saved.updates():
-      state = _Run(config, path, saved).loop(stop)
+      state = _Run(config, path, saved, mesh).loop(stop)
   update = config.updates if state is None else int(state.update)
-  _report(path, update, config.updates, stop.signal)
+  if sharding.is_first_process():
+    _report(path, update, config.updates, stop.signal)
+  sharding.wait_for_all("reported")
   accuracy = metrics_lib.column(
       metrics_lib.read_rows(path / metrics_lib.FILENAME), "eval/accuracy"
   )
@@ -161,15 +172,18 @@ def load_model(config: ml_collections.ConfigDict) -> pretrained.Pretrained:
   return loaded._replace(config=program.configure(loaded.config, config))
 
 
-def _make_mesh(
-    config: ml_collections.ConfigDict, model: decoder.DecoderConfig
-) -> jax.sharding.Mesh:
-  """The mesh of the config, checked against the model and the batch."""
+def _make_mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
+  """The mesh of the config, checked against the batch."""
   mesh = sharding.make_mesh(config.mesh)
-  sharding.check_model(model, mesh)
-  for name in ("rollout.prompts", "loss.micro_batch", "kl.probe_responses"):
-    section, field = name.split(".")
-    sharding.check_batch(f"config.{name}", config[section][field], mesh)
+  rows = config.loss.micro_batch // config.loss.pack
+  sizes = {
+      "config.rollout.prompts": config.rollout.prompts,
+      "config.loss.micro_batch": config.loss.micro_batch,
+      "config.loss.micro_batch / config.loss.pack": rows,
+      "config.kl.probe_responses": config.kl.probe_responses,
+  }
+  for name, size in sizes.items():
+    sharding.check_batch(name, size, mesh)
   return mesh
 
 
@@ -181,6 +195,7 @@ class _Run:
       config: ml_collections.ConfigDict,
       path: pathlib.Path,
       saved: checkpoints.Checkpoints,
+      mesh: jax.sharding.Mesh,
   ):
     self.config = config
     self.path = path
@@ -190,7 +205,8 @@ class _Run:
     loaded = load_model(config)
     self.model = decoder.Decoder(loaded.config)
     self.tokenizer = loaded.tokenizer
-    self.mesh = _make_mesh(config, loaded.config)
+    self.mesh = mesh
+    sharding.check_model(loaded.config, mesh)
     tx = optimizers.make_optimizer(config)
     self.state = program.init_state(config, loaded.params, tx, self.mesh)
     progress.say(logra_jax.summary(self.state.params, self.state.opt_state))
@@ -215,7 +231,9 @@ class _Run:
       if update == 0:
         self.evaluate(writer, bar, update)
       pending = _Pending(writer, bar)
-      while update < config.updates and not stop:
+      # A signal may reach one process only: all stop after the same update.
+      stopping = lambda: sharding.any_process(bool(stop))
+      while update < config.updates and not stopping():
         # JAX only dispatches here: the last update may still be running.
         start = time.perf_counter()
         examples = self.examples(update)
@@ -230,7 +248,7 @@ class _Run:
         if last or update % config.evaluate.every == 0:
           pending.flush()
           self.evaluate(writer, bar, update)
-        if last or update % config.checkpoint.every == 0 or stop:
+        if last or update % config.checkpoint.every == 0 or stopping():
           pending.flush()
           self.saved.save(update, self.state)
     return self.state
@@ -270,7 +288,8 @@ class _Run:
       start: float,
   ) -> tuple[learner.Batch, dict[str, float]]:
     """Rewards and advantages; waits for the rollout, begun at `start`."""
-    mask = np.asarray(rollout.completion_mask)
+    rollout = sharding.fetch(rollout)
+    mask = rollout.completion_mask
     sampled = time.perf_counter()
     if not mask[learner.probe_rows(self.config)].any():
       raise ValueError(
@@ -292,7 +311,7 @@ class _Run:
         "train/reward_std": rewards.std(),
         "train/equal_groups": np.mean(np.ptp(groups, axis=1) == 0),
         "rollout/length": mask.sum(axis=1).mean(),
-        "rollout/finished": np.asarray(rollout.finished).mean(),
+        "rollout/finished": rollout.finished.mean(),
         "rollout/tokens_per_second": mask.sum() / (sampled - start),
         "time/rollout": sampled - start,
         "time/reward": time.perf_counter() - sampled,
@@ -379,6 +398,8 @@ def _report(
 
 def main(config: ml_collections.ConfigDict, workdir: str) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax tells every step it takes.
+  if flags.FLAGS.distributed:
+    jax.distributed.initialize()
   try:
     result = train(config, workdir)
   except (ValueError, FileNotFoundError, ImportError) as error:
@@ -394,6 +415,12 @@ if __name__ == "__main__":
       "config", None, "Path of a config.", lock_config=True
   )
   flags.DEFINE_string("workdir", None, "Directory of the run.")
+  flags.DEFINE_bool(
+      "distributed",
+      False,
+      "This is one of several processes that share the workdir; see"
+      " jax.distributed.initialize.",
+  )
   flags.DEFINE_bool("traceback", False, "Show where an error comes from.")
   flags.mark_flags_as_required(["config", "workdir"])
   app.run(lambda argv: main(flags.FLAGS.config, flags.FLAGS.workdir))

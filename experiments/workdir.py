@@ -13,6 +13,8 @@ from typing import Any
 import ml_collections
 
 _CONFIG = "config.json"
+# A run may go on on other devices: its updates are the same there.
+_MOVABLE = "mesh."
 
 
 def claim(
@@ -22,7 +24,8 @@ def claim(
 
   Args:
     directory: where the run will live; made if it is not there.
-    config: the run's config. It is written to `directory/config.json`.
+    config: the run's config. It is written to `directory/config.json`. One
+      that differs in `config.mesh` only is the same run, on other devices.
 
   Returns:
     The directory's absolute path.
@@ -79,7 +82,8 @@ def _check_same(
       f"  {name}: {there.get(name, '(none)')!r} there,"
       f" {here.get(name, '(none)')!r} now"
       for name in sorted(there.keys() | here.keys())
-      if name not in there or name not in here or there[name] != here[name]
+      if there.get(name, ...) != here.get(name, ...)
+      and not name.startswith(_MOVABLE)
   ]
   if lines:
     raise ValueError(

@@ -36,7 +36,10 @@ def inputs():
   keys = jax.random.split(jax.random.key(1), len(leaves))
   params = jax.tree.unflatten(
       treedef,
-      [x + 0.2 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves)],
+      [
+          x + 0.2 * jax.random.normal(k, x.shape)
+          for k, x in zip(keys, leaves, strict=True)
+      ],
   )
   tokens = jax.random.randint(jax.random.key(2), (3, LENGTH), 0, 16)
   # Padding before and after.
