@@ -2,12 +2,12 @@
 
   python -m experiments.communication --out=docs/results/memory
 
-The real update of a model is compiled for eight TPUs, as eight replicas
+The real update of a model is compiled for eight devices, as eight replicas
 (`data`) and with the weights split (`fsdp`), and the bytes of its collectives
-are counted (`experiments.hlo`). Gradients are what is reduced; gathered are the
-weights and, where the vocabulary is split, features. Writes
-`communication.json` and `communication.md`.
-Cost: one to two minutes a row on two CPU cores. Needs the extra `tpu`.
+are counted (`experiments.hlo`). Writes `communication.json` and
+`communication.md`.
+Cost: one to two minutes a row on two CPU cores. Needs the extra
+`tpu`, or `cuda` for `--target=h100:8`.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ from absl import app, flags
 from experiments import planner
 
 _MIB = 2**20
-_REDUCED = ("all-reduce", "reduce-scatter")
 
 
 def requests(model: str, target: str, rank: int) -> list[planner.Request]:
@@ -41,14 +40,10 @@ def requests(model: str, target: str, rank: int) -> list[planner.Request]:
 
 def row(plan: planner.Plan) -> dict[str, Any]:
   """What the table and the JSON say of one program, in bytes per device."""
-  moved = plan.collective_bytes
-  reduced = sum(moved.get(kind, 0) for kind in _REDUCED)
   return {
       "request": dataclasses.asdict(plan.request),
-      "gradient_bytes": plan.gradient_bytes,
-      "reduced_bytes": reduced,
-      "other_bytes": sum(moved.values()) - reduced,
-      "collective_bytes": moved,
+      "collective_bytes": plan.collective_bytes,
+      "total_bytes": sum(plan.collective_bytes.values()),
       "versions": plan.versions,
   }
 
@@ -56,25 +51,27 @@ def row(plan: planner.Plan) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
   """Rows of `row` as Markdown; they must be of one model and one target."""
   first = rows[0]["request"]
+  kinds = sorted({kind for r in rows for kind in r["collective_bytes"]})
   lines = [
       "# Bytes that a device sends in an update",
       "",
       f"{first['model']} on {first['target']}, one sequence of"
       f" {first['tokens']} tokens per device, rank {first['rank']}, float32"
       " weights, embeddings and norms frozen, KL probe included; MiB per"
-      " device. Reduced: all-reduce and reduce-scatter, which is what sums"
-      " gradients (and, with fsdp, what the split vocabulary reduces).",
+      " device. With `data` all that is sent is gradients. With `fsdp` the"
+      " weights are gathered too, and features where the vocabulary is split;"
+      " a TPU's compiler writes many of these, and sums of gradients, as rings"
+      " of collective-permutes.",
       "",
-      "| mesh | optimizer | gradient held | reduced | all else |",
-      "|---|---|---:|---:|---:|",
+      f"| mesh | optimizer | {' | '.join(kinds)} | total |",
+      f"|---|---|{'---:|' * (len(kinds) + 1)}",
   ]
   for r in rows:
-    (axis,) = r["request"]["mesh"]
-    numbers = " | ".join(
-        f"{r[name] / _MIB:,.1f}"
-        for name in ("gradient_bytes", "reduced_bytes", "other_bytes")
-    )
-    lines.append(f"| {axis}: 8 | {r['request']['optimizer']} | {numbers} |")
+    (axis,) = [a for a, size in r["request"]["mesh"].items() if size > 1]
+    moved = [r["collective_bytes"].get(kind, 0) for kind in kinds]
+    numbers = [f"{n / _MIB:,.1f}" for n in (*moved, r["total_bytes"])]
+    names = (f"{axis}: 8", r["request"]["optimizer"])
+    lines.append(f"| {' | '.join((*names, *numbers))} |")
   lines += ["", "Made by `python -m experiments.communication`.", ""]
   return "\n".join(lines)
 

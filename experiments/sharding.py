@@ -144,7 +144,8 @@ def spec(
         size //= free.pop(axis)
         axes.append(axis)
     # A tuple of one axis is another sharding to JAX than the axis itself.
-    entries.append(tuple(axes) if len(axes) > 1 else (axes or [None])[0])
+    one = axes[0] if axes else None
+    entries.append(tuple(axes) if len(axes) > 1 else one)
   return PartitionSpec(*entries)
 
 

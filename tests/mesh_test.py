@@ -45,6 +45,6 @@ def test_a_run_may_go_on_on_another_mesh(tmp_path):
   config.mesh.fsdp = 8
   workdir.claim(tmp_path, config.lock())
   config.unlock().optimizer.rank = 8
-  with pytest.raises(ValueError, match="optimizer.rank: 4 there, 8") as error:
+  with pytest.raises(ValueError, match=r"optimizer\.rank: 4 there, 8") as error:
     workdir.claim(tmp_path, config.lock())
   assert "mesh" not in str(error.value)
