@@ -65,7 +65,7 @@ $(VENV)/.train: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@echo "== installing the packages for tests into $(VENV) (a minute)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  -e '.[train,tasks,test,dev]'
+	  -e '.[train,tasks,test,dev,tpu]'
 	@touch $@
 
 $(MODEL): | $(BIN)/python

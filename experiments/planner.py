@@ -44,8 +44,8 @@ class Request:
     prompt_tokens: of these, the prompt's; None means an eighth.
     sequences: responses per update and device.
     micro_batch: of these, how many are computed at once; divides `sequences`.
-    probe: responses per device that the KL is predicted on; None means 2, or
-      `sequences` where that is less.
+    probe: responses per data shard (device along `data` and `fsdp`) that the
+      KL is predicted on; None means 2, as published, or 1 if there is but one.
     mesh: devices along each of `sharding.AXES`; missing ones are 1. None means
       `default_mesh`.
     param_dtype: of the stored weights; None means bfloat16, and float32 for
@@ -151,6 +151,7 @@ def plan(request: Request, dump: str | os.PathLike[str] | None = None) -> Plan:
       token_block=_or(
           request.token_block, default_token_block(request, mesh.shape)
       ),
+      probe=_probe(request, mesh),
   )
   config = config_of(request, mesh)
   state, batch = program.abstract_arguments(architecture, config, mesh)
@@ -292,18 +293,15 @@ def resolved(request: Request) -> Request:
         f"micro_batch={request.micro_batch} must divide"
         f" sequences={request.sequences}"
     )
-  tokens, sequences = request.tokens, request.sequences
+  tokens = request.tokens
   prompt_tokens = _or(request.prompt_tokens, max(1, tokens // 8))
   if not 0 < prompt_tokens < tokens:
     raise ValueError(
         f"prompt_tokens={prompt_tokens} must be at least 1 and leave some of"
         f" tokens={tokens} for the completion"
     )
-  probe = _or(request.probe, min(2, sequences))
-  if not 0 < probe <= sequences:
-    raise ValueError(
-        f"probe={probe} must be at least 1 and at most sequences={sequences}"
-    )
+  if request.probe is not None and request.probe < 1:
+    raise ValueError(f"probe={request.probe} must be at least 1")
   dtype = "float32" if request.optimizer == "dense_adam" else "bfloat16"
   if _or(request.param_dtype, dtype) not in ("bfloat16", "float32"):
     raise ValueError(
@@ -312,7 +310,6 @@ def resolved(request: Request) -> Request:
   return dataclasses.replace(
       request,
       prompt_tokens=prompt_tokens,
-      probe=probe,
       param_dtype=_or(request.param_dtype, dtype),
   )
 
@@ -336,7 +333,7 @@ def _or(value: Any, default: Any) -> Any:
 def config_of(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
   """The training config of a request: the quickstart's, at this size."""
   request = resolved(request)
-  assert request.probe and request.prompt_tokens
+  assert request.prompt_tokens
   c = quickstart.get_config()
   c.dtype = "bfloat16"
   c.param_dtype = request.param_dtype
@@ -359,9 +356,18 @@ def config_of(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
     # As published: a new basis for each update, so no momentum.
     c.optimizer.momentum = 0.0
     c.optimizer.refresh = True
-  c.kl.probe_responses = request.probe * mesh.size
+  c.kl.probe_responses = _probe(request, mesh) * sharding.data_shards(mesh)
   c.kl.measure = False
   return c
+
+
+def _probe(request: Request, mesh: Mesh) -> int:
+  """Probe responses of a data shard."""
+  there = request.sequences * mesh.shape["tensor"]
+  probe = _or(request.probe, min(2, there))
+  if probe > there:
+    raise ValueError(f"probe={probe} must be at most {there}, a shard's share")
+  return probe
 
 
 def default_mesh(architecture: DecoderConfig, n_devices: int) -> dict[str, int]:

@@ -134,6 +134,15 @@ class SketchedKernel(Kernel):
     )
 
 
+def cast_in_place(x: jax.Array, dtype: Any) -> jax.Array:
+  """`x.astype(dtype)` where it stands.
+
+  XLA would rather cast a whole stack of weights before the loop over layers
+  than one matrix in it, and so hold a second copy of all of them.
+  """
+  return x if x.dtype == dtype else lax.optimization_barrier(x).astype(dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
   """What is static in one application of a sketched kernel."""
@@ -147,7 +156,7 @@ class _Call:
 
   def dot(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
     if self.dtype is not None:
-      kernel = kernel.astype(self.dtype)
+      kernel = cast_in_place(kernel, self.dtype)
     return lax.dot_general(
         x,
         kernel,
@@ -178,12 +187,17 @@ class _Type:
   aval: Any
 
 
-def _replicated(x: jax.Array) -> Any:
-  """The sharding of a sum over tokens, on a mesh that wants it spelled out."""
-  mesh = jax.typeof(x).sharding.mesh
-  if mesh.empty or mesh.are_all_axes_auto:
+def _sketch_sharding(kernel: jax.Array, target: Target) -> Any:
+  """That of the kernel's batch and outputs, on a mesh that wants it said."""
+  sharding = jax.typeof(kernel).sharding
+  if sharding.mesh.empty or sharding.mesh.are_all_axes_auto:
     return None
-  return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  n_in, n_out = len(target.inputs), len(target.outputs)
+  batch = sharding.spec[: kernel.ndim - n_in - n_out]
+  # Several output axes are one axis of the sketch.
+  out = sharding.spec[-1] if n_out == 1 else None
+  spec = jax.sharding.PartitionSpec(*batch, None, out)
+  return jax.sharding.NamedSharding(sharding.mesh, spec)
 
 
 def _varying_as(x: jax.Array, *others: Any) -> jax.Array:
@@ -222,7 +236,7 @@ def _sketched_dot_bwd(call, residuals, cotangent):
       projected,
       rows,
       preferred_element_type=jnp.float32,
-      out_sharding=_replicated(cotangent),
+      out_sharding=_sketch_sharding(kernel, call.target),
   )
   return x_bar, None, sketch, None
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from flax import linen as nn
 from flax.linen import dtypes
+import jax.numpy as jnp
 
-from logra_jax._dense import Kernel, dot_general
+from logra_jax._dense import Kernel, cast_in_place, dot_general
 
 
 def promote_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> list:
@@ -27,7 +28,7 @@ def promote_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> list:
   def cast(a: Any) -> Any:
     if isinstance(a, Kernel):
       return dataclasses.replace(a, dtype=dtype)
-    return dtypes.promote_dtype(a, dtype=dtype, inexact=inexact)[0]
+    return None if a is None else cast_in_place(jnp.asarray(a), dtype)
 
   return [cast(a) for a in args]
 

@@ -163,10 +163,45 @@ def test_search_for_a_slice(monkeypatch, small_plan):
 
 def test_defaults():
   one = planner.resolved(Request("qwen2.5-7b", "h100:4"))
-  assert (one.param_dtype, one.probe, one.prompt_tokens) == ("bfloat16", 1, 256)
+  assert (one.param_dtype, one.prompt_tokens) == ("bfloat16", 256)
   dense = Request("qwen2.5-7b", "h100:4", optimizer="dense_adam", sequences=4)
-  dense = planner.resolved(dense)
-  assert (dense.param_dtype, dense.probe) == ("float32", 2)
+  assert planner.resolved(dense).param_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "name,n,fsdp,tensor",
+    [
+        ("qwen2.5-7b", 4, 1, 4),  # 28 heads
+        ("qwen2.5-7b", 8, 2, 4),
+        ("qwen2.5-32b", 8, 1, 8),  # 40 heads
+        ("qwen2.5-32b", 64, 8, 8),  # a host's devices at most
+        ("qwen2.5-0.5b", 4, 2, 2),  # 14 heads
+        ("qwen2.5-0.5b", 1, 1, 1),
+    ],
+)
+def test_the_default_mesh_splits_heads_first(name, n, fsdp, tensor):
+  found = planner.default_mesh(models.architecture(name), n)
+  assert found == {"data": 1, "fsdp": fsdp, "tensor": tensor}
+
+
+def test_the_default_token_block_keeps_products_tall():
+  request = Request("qwen2.5-7b", "h100:4", tokens=2048)
+  mesh = {"data": 1, "fsdp": 1, "tensor": 1}
+  block = lambda r, **sizes: planner.default_token_block(r, mesh | sizes)
+  assert block(request) == 512
+  assert block(request, tensor=2) == 256
+  assert block(request, tensor=8) == 128
+  assert block(request, fsdp=2) == 0
+  assert block(dataclasses.replace(request, tokens=64)) == 64
+
+
+def test_the_probe_is_of_a_data_shard(tiny):
+  request = Request(tiny, "cpu:1", tokens=64, sequences=3)
+  for sizes, wanted in (({"fsdp": 4}, 8), ({"tensor": 4}, 2)):
+    mesh = jax.sharding.AbstractMesh(
+        tuple(sizes.get(axis, 1) for axis in sharding.AXES), sharding.AXES
+    )
+    assert planner.config_of(request, mesh).kl.probe_responses == wanted
 
 
 def test_the_config_is_for_all_devices(tiny):
@@ -193,7 +228,8 @@ def test_the_config_is_for_all_devices(tiny):
         ({"rank": 65}, "rank=65 must be at most 64, the d_model"),
         ({"rank": 0}, "rank=0 must be at least 1"),
         ({"sequences": 3, "micro_batch": 2}, "micro_batch=2 must divide"),
-        ({"probe": 2}, "probe=2 .* at most sequences=1"),
+        ({"probe": 2}, "probe=2 must be at most 1, a shard's share"),
+        ({"probe": 0}, "probe=0 must be at least 1"),
         ({"prompt_tokens": 64}, "prompt_tokens=64 .* leave some of tokens=64"),
         ({"param_dtype": "int8"}, "param_dtype='int8' must be"),
         ({"others": "sgd"}, "config.optimizer.others='sgd'"),
