@@ -31,8 +31,19 @@ def none_lost(new: Any, old: Any) -> jax.Array:
 
 
 def select(ok: jax.Array, new: Any, old: Any) -> Any:
-  """`new` where `ok`, else `old`; two trees of the same structure."""
-  return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+  """`new` where `ok`, else `old`; two trees of the same structure.
+
+  On a mesh with explicit axes the result is split as `old` is.
+  """
+
+  def one(n, o):
+    found, wanted = jax.typeof(n).sharding, jax.typeof(o).sharding
+    explicit = jax.sharding.AxisType.Explicit in wanted.mesh.axis_types
+    if explicit and found != wanted:
+      n = jax.sharding.reshard(n, wanted)
+    return jnp.where(ok, n, o)
+
+  return jax.tree.map(one, new, old)
 
 
 def zero_unless(ok: jax.Array, tree: Any) -> Any:

@@ -257,6 +257,33 @@ def test_meshes_with_explicit_axes(kernel_spec):
   assert new.sharding.is_equivalent_to(kernel.sharding, kernel.ndim)
 
 
+@pytest.mark.parametrize("spec", [P(), P(None, "model"), P("model", None)])
+def test_sketches_are_split_as_the_kernel_on_explicit_axes(spec):
+  tx = optax.chain(logra_jax.sketch(RANK), optax.scale(-0.1))
+
+  @jax.jit
+  def step(params, opt_state, x):
+    grad = logra_jax.value_and_grad(
+        lambda p: jnp.sum(jnp.sin(logra_jax.dense(x, p["q_proj"]["kernel"])))
+    )
+    _, grads = grad(params, opt_state)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return logra_jax.apply_updates(params, updates, opt_state), grads
+
+  kernel = jax.random.normal(jax.random.key(0), (8, 16))
+  x = jax.random.normal(jax.random.key(1), (12, 8))
+  params = {"q_proj": {"kernel": kernel}}
+  wanted = step(params, tx.init(params), x)
+  mesh = make_mesh({"data": 4, "model": 2}, AxisType.Explicit)
+  put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+  got = step(put(params, spec), put(tx.init(params), P()), put(x, P("data")))
+  assert_close(got, wanted)
+  new, thin = (tree["q_proj"]["kernel"] for tree in got)
+  assert new.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+  outputs = NamedSharding(mesh, P(None, *spec[1:]))
+  assert thin.sharding.is_equivalent_to(outputs, 2)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_sums_sketches(check_vma):
   """A sum of the shards' sketches is the sketch of the whole batch."""
