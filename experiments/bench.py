@@ -106,6 +106,11 @@ def config_of(row: Row, size: Size) -> ml_collections.ConfigDict:
         f"prompt_tokens={size.prompt_tokens} must be at least 1 and leave some"
         f" of tokens={size.tokens} for the completion"
     )
+  if not 0 < size.probe <= size.sequences:
+    raise ValueError(
+        f"probe={size.probe} must be at least 1 and at most"
+        f" sequences={size.sequences}"
+    )
   c = quickstart.get_config()
   # One response to a prompt: each row has all its tokens.
   c.rollout.prompts, c.rollout.responses = size.sequences, 1

@@ -159,6 +159,84 @@ def test_chunks_without_completion_tokens_are_skipped():
   assert count(np.zeros((_B, _T), bool)) == 0
 
 
+def _two_heads(params, hidden):
+  return hidden @ params["head"] + (hidden @ params["down"]) @ params["up"]
+
+
+def _features_and_heads():
+  rng = np.random.default_rng(4)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  heads = {"head": draw(_D, _V), "down": draw(_D, 2), "up": draw(2, _V)}
+  return draw(_B, _T, _D), heads
+
+
+def _weighted(hidden, heads, head_fn=_two_heads, chunk_size=6):
+  batch = _batch()
+  log_probs, _ = grpo.token_statistics(
+      head_fn,
+      heads,
+      hidden,
+      batch["tokens"],
+      jnp.asarray(batch["completion_mask"]),
+      temperature=0.7,
+      chunk_size=chunk_size,
+  )
+  return jnp.sum(np.random.default_rng(5).normal(size=(_B, _T)) * log_probs)
+
+
+@pytest.mark.parametrize("trained", [(), ("up",), ("up", "head")])
+def test_gradients_do_not_depend_on_what_is_frozen(trained):
+  hidden, heads = _features_and_heads()
+  frozen = {name: w for name, w in heads.items() if name not in trained}
+
+  @jax.jit
+  @functools.partial(jax.grad, argnums=(0, 1))
+  def gradients(hidden, own, frozen):
+    return _weighted(hidden, own | frozen)
+
+  own = {name: heads[name] for name in trained}
+  h_bar, own_bar = gradients(hidden, own, frozen)
+  h_right, right = gradients(hidden, heads, {})
+  np.testing.assert_allclose(h_bar, h_right, rtol=1e-5, atol=1e-6)
+  assert np.abs(h_bar).max() > 0.1 and own_bar.keys() == own.keys()
+  for name in trained:
+    np.testing.assert_allclose(own_bar[name], right[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_head_is_read_once_and_never_copied():
+  hidden, heads = _features_and_heads()
+  hidden = np.resize(hidden, (_B, _T, _D))
+  heads = {"head": heads["head"]}
+
+  def compiled(argnums):
+    loss = lambda hidden, heads: _weighted(hidden, heads, _head)
+    program = jax.jit(jax.grad(loss, argnums)).lower(hidden, heads).compile()
+    return program.as_text().splitlines()
+
+  kernel = f"f32[{_D},{_V}]", f"f32[{_V},{_D}]"
+
+  def made(lines, operation):
+    return [
+        line
+        for line in lines
+        if f" {operation}(" in line and line.split(" = ")[-1].startswith(kernel)
+    ]
+
+  frozen = compiled(0)
+  assert not made(frozen, "dot") and not made(frozen, "copy")
+  assert sum(" dot(" in line for line in frozen) == 2
+  # The control: a trained head's gradient is found.
+  assert made(compiled(1), "dot")
+
+
+def test_what_stands_at_masked_tokens_may_be_anything():
+  hidden, heads = _features_and_heads()
+  bad = np.where(_batch()["completion_mask"][..., None], hidden, np.nan)
+  right = jax.grad(_weighted)(hidden, heads)
+  found = jax.grad(_weighted)(bad, heads)
+  np.testing.assert_array_equal(found, right)
+
+
 def test_no_buffer_holds_all_logits():
   def loss(params):
     return jnp.sum(_statistics(params, chunk_size=_B)[0])

@@ -1,0 +1,124 @@
+"""Tests of the bench: what it times, what it makes of times, and memory."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from experiments import bench, program, sharding
+
+SMALL = bench.SMALL_GRID
+
+
+def values(**changes):
+  size = dataclasses.asdict(SMALL.size)
+  found = {
+      "model": "smollm2-135m",
+      "optimizers": ["logra"],
+      "ranks": ["4"],
+      "repeats": 2,
+      "seed": 0,
+      "out": None,
+      "growth": False,
+      "small": True,
+  }
+  return found | size | changes
+
+
+def test_rows_begin_with_the_baseline():
+  rows = bench.rows_of(["logra", "dense_adam", "muon"], [16, 64])
+  assert [row.label for row in rows] == [
+      "dense_adam",
+      "logra, rank 16",
+      "logra, rank 64",
+      "muon",
+  ]
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"optimizers": ["adam"]}, "optimizers='adam' must be one of"),
+        ({"ranks": ["0"]}, "ranks=0 must be at least 1"),
+        ({"ranks": ["4", "x"]}, "ranks='4,x'"),
+        ({"repeats": 0}, "repeats=0 must be at least 1"),
+        ({"micro_batch": 3}, "micro_batch=3 must divide sequences=4"),
+        ({"prompt_tokens": 8}, "prompt_tokens=8 must be at least 1"),
+        ({"probe": 5}, "probe=5 must be at least 1"),
+        ({"small": False, "model": "gpt-2"}, "model='gpt-2'"),
+    ],
+)
+def test_refuses(changes, message):
+  with pytest.raises(ValueError, match=message):
+    bench.run(values(**changes))
+
+
+def result(row, seconds):
+  return {
+      **dataclasses.asdict(row),
+      "seconds": seconds,
+      "first_seconds": 9.0,
+      "temporary_bytes": 2**30,
+  }
+
+
+def test_ratio_is_of_medians():
+  dense = result(bench.Row("dense_adam", None), [4.0, 1.0, 3.0, 2.0, 100.0])
+  logra = result(bench.Row("logra", 64), [2.0, 1.0, 50.0])
+  found = bench.summarize(logra, dense)
+  # Medians 2 and 3; quartiles of 1, 2, 50 are 1.5 and 26.
+  assert found == {"median": 2.0, "iqr": 24.5, "ratio": 2 / 3}
+  table = bench.table({"rows": [dense, logra]}).splitlines()
+  assert table[-1].split("|")[2:6] == [" 2.00 ", " 24.50 ", " 0.67 ", " ≤ 0.75 "]
+  # Only LoGRA has something to reach.
+  assert table[-2].split("|")[4:6] == [" 1.00 ", " - "]
+
+
+def test_measures_and_writes(tmp_path):
+  bench.run(values(out=str(tmp_path)))
+  found = json.loads((tmp_path / "speed-4x8.json").read_text())
+  assert [row["optimizer"] for row in found["rows"]] == ["dense_adam", "logra"]
+  for row in found["rows"]:
+    assert len(row["seconds"]) == len(row["cpu_seconds"]) == 2
+    assert min(row["seconds"]) > 0 and row["temporary_bytes"] > 0
+  assert found["machine"]["cpus"] >= 1 and found["weights"] == "random"
+  assert (tmp_path / "speed-4x8.md").read_text() == bench.table(found)
+  assert (tmp_path / "speed-4x8.png").stat().st_size > 0
+
+
+def test_growth_draws_every_axis(tmp_path):
+  # One program for each optimizer: the base, on every axis.
+  grid = dataclasses.replace(SMALL, tokens=(SMALL.size.tokens,))
+  results = bench.growth(grid, repeats=1, seed=0)
+  axes = [(r["axis"], r["optimizer"]) for r in results]
+  assert len(set(axes)) == len(axes) == 8
+  bench.growth_figure(results).savefig(tmp_path / "growth.png")
+  assert len(bench.growth_table(results).splitlines()) == 2 + 8
+
+
+def temporaries(row, micro_batches, micro_batch=2):
+  """Of the compiled update, and bytes of its batch."""
+  size = dataclasses.replace(
+      SMALL.size, sequences=micro_batches * micro_batch, micro_batch=micro_batch
+  )
+  config = bench.config_of(row, size)
+  mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+  arguments = program.abstract_arguments(SMALL.architecture, config, mesh)
+  batch = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[1]))
+  lowered = program.lower_update(SMALL.architecture, config, mesh)
+  return lowered.compile().memory_analysis().temp_size_in_bytes, batch
+
+
+@pytest.mark.parametrize("name", ["logra", "dense_adam"])
+def test_accumulation_over_more_micro_batches_adds_no_memory(name):
+  row = bench.Row(name, 4)
+  (two, small), (eight, large) = temporaries(row, 2), temporaries(row, 8)
+  # What is laid out anew for the micro-batches is the batch itself.
+  assert eight - two <= 2 * (large - small)
+  if name == "logra":
+    four, middle = temporaries(row, 4)
+    assert four - two <= 2 * (middle - small)
+    # The control: as many sequences at once need far more.
+    at_once, _ = temporaries(row, 1, 16)
+    assert at_once - two > 20 * (large - small)
