@@ -398,7 +398,6 @@ def test_a_run_on_a_mesh_is_the_run_on_one_device(tmp_path, monkeypatch):
   assert_same_record(run(path, {"mesh.fsdp": 8}), wanted)
 
 
-@pytest.mark.slow
 def test_caches_are_split():
   """Over responses and key-value heads, also while responses are sampled."""
   loaded = tiny_model.make_tiny(0)
