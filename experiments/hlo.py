@@ -245,7 +245,10 @@ class _Counter:
     op = i.op.removesuffix("-start")
     operands = _operand_shapes(frame.body, i)
     if op in COLLECTIVES:
-      return Cost(collective_bytes={op: _moved(i, operands)})
+      # As a TPU writes it: a fusion that sums, and keeps a slice.
+      scatter = frame.name.startswith("all-reduce-scatter")
+      kind = "reduce-scatter" if scatter else op
+      return Cost(collective_bytes={kind: _moved(i, operands)})
     if op == "dot":
       return Cost(flops=_dot(i, operands[0]))
     if op == "convolution":
@@ -426,6 +429,7 @@ class _Frame:
       name: str,
       args: tuple[_Value, ...],
   ):
+    self.name = name
     self.body = computations[name]
     self._computations = computations
     self._args = args

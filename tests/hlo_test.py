@@ -311,6 +311,26 @@ rhs_contracting_dims={0}
   )
 
 
+def test_a_reduce_scatter_as_a_tpu_writes_it():
+  text = """HloModule jit_f
+
+%all-reduce-scatter.1.clone (input: bf16[8,64]) -> bf16[2,64] {
+  %input = bf16[8,64]{1,0:T(8,128)(2,1)} parameter(0)
+  %all-reduce.1 = bf16[8,64]{1,0} all-reduce(%input), to_apply=%add
+  %zero = u32[] constant(0)
+  %i = u32[] partition-id()
+  ROOT %own = bf16[2,64]{1,0} dynamic-slice(%all-reduce.1, %i, %zero)
+}
+
+ENTRY %main (a: bf16[8,64]) -> bf16[2,64] {
+  %a = bf16[8,64]{1,0} parameter(0)
+  ROOT %f = bf16[2,64] fusion(%a), calls=%all-reduce-scatter.1.clone
+}
+"""
+  expected = hlo.Cost(collective_bytes={"reduce-scatter": 8 * 64 * 2})
+  assert hlo.cost(text) == expected
+
+
 def test_forms_of_other_targets():
   text = """HloModule jit_f
 
