@@ -169,7 +169,7 @@ def _update(
       found["peak_bytes"] = _memory(device, "peak_bytes_in_use")
       found["first_seconds"], found["seconds"] = seconds[0], seconds[1:]
       found["loss"] = float(metrics["train/loss"])
-      found["skipped_by_budget"] = float(metrics["kl/skipped"])
+      found["update_skipped"] = float(metrics["kl/skipped"])
       tell(found)
 
 

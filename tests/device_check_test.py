@@ -40,7 +40,7 @@ def test_an_update_a_rollout_and_a_plan(tmp_path):
   assert update["compiled_peak_bytes"] == update["plan"]["peak_bytes"]
   kinds = update["plan"]["arguments"]
   assert update["state_bytes"] == kinds["weights"] + kinds["optimizer"]
-  assert np.isfinite(update["loss"]) and update["skipped_by_budget"] == 0.0
+  assert np.isfinite(update["loss"]) and update["update_skipped"] == 0.0
   assert rollout["responses"] == 4
   assert rollout["tokens_per_second"] > 0
   text = device_check.table(found)
