@@ -45,7 +45,13 @@ def init_state(
   params = sharding.put(params, sharding.shardings(params, params, mesh))
   make = lambda params: learner.init_state(params, tx)
   where = sharding.shardings(jax.eval_shape(make, params), params, mesh)
-  return jax.jit(make, out_shardings=where)(params)
+
+  def others(params):  # Returned from here the weights would be copies.
+    state = make(params)
+    return state.opt_state, state.update
+
+  made = jax.jit(others, out_shardings=(where.opt_state, where.update))
+  return learner.TrainState(params, *made(params))
 
 
 def jit_update(
