@@ -14,6 +14,7 @@ Cost: eight minutes on two CPU cores, and five for `--growth`; 10 GB of memory.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -34,6 +35,7 @@ from experiments.decoder import Decoder, DecoderConfig
 from experiments.rollout import Rollout
 
 BASELINE = "dense_adam"
+_WITHOUT_RANK = (BASELINE, "muon")
 # Update time over the baseline's that LoGRA should not exceed, by its rank.
 REACH = {64: 0.75, 256: 0.85}
 
@@ -72,26 +74,39 @@ class Row:
 
 
 def rows_of(names: Sequence[str], ranks: Sequence[int]) -> list[Row]:
-  """One row for every optimizer and rank; the baseline comes first.
+  """What to time; the baseline comes first.
+
+  Args:
+    names: optimizers, each for all ranks, or for one as in `'galore:64'`.
+    ranks: of those that have one.
 
   Raises:
     ValueError: an unknown optimizer, or no rank.
   """
-  for name in names:
+  rows = [Row(BASELINE, None)]
+  for text in names:
+    name, _, rank = text.partition(":")
     if name not in optimizers.OPTIMIZERS:
       raise ValueError(
-          f"optimizers={name!r} must be one of {sorted(optimizers.OPTIMIZERS)}"
+          f"optimizers={text!r} must be one of {sorted(optimizers.OPTIMIZERS)},"
+          " or one of them with a rank, as 'galore:64'"
       )
-  for rank in ranks:
-    if rank < 1:
-      raise ValueError(f"ranks={rank} must be at least 1")
-  rows = [Row(BASELINE, None)]
-  for name in names:
-    if name == "muon":
-      rows.append(Row(name, None))
-    elif name != BASELINE:
-      rows += [Row(name, rank) for rank in ranks]
+    own = _ints("optimizers", [rank]) if rank else ranks
+    if name in _WITHOUT_RANK:
+      rows += [Row(name, None)] if name != BASELINE else []
+      continue
+    for one in own:
+      if one < 1:
+        raise ValueError(f"ranks={one} must be at least 1")
+      rows.append(Row(name, one))
   return rows
+
+
+def _ints(name: str, values: Sequence[str]) -> list[int]:
+  try:
+    return [int(value) for value in values]
+  except ValueError as error:
+    raise ValueError(f"{name}={','.join(values)!r}: {error}") from error
 
 
 def config_of(row: Row, size: Size) -> ml_collections.ConfigDict:
@@ -348,7 +363,7 @@ class Grid:
     architecture: of the model.
     size: of the update.
     rank: of LoGRA.
-    ranks: values of the axis `rank`.
+    ranks: values of the axis `rank`, the base's among them or not.
     layers: of `layers`, in place of the architecture's.
     micro_batches: of `micro-batches`, each of the base's `micro_batch`.
     tokens: of `tokens`, in place of the size's; a quarter is the prompt.
@@ -388,30 +403,29 @@ def growth(grid: Grid, *, repeats: int, seed: int) -> list[dict[str, Any]]:
     Results as of `measure`, each with `axis` and `value`.
   """
   base, size = grid.architecture, grid.size
-  logra, dense = Row("logra", grid.rank), Row(BASELINE, None)
-  points: list[tuple[str, int, Row, Size, DecoderConfig]] = []
-  for rank in grid.ranks:
-    for row in (dense, Row("logra", rank)):
-      points.append(("rank", rank, row, size, base))
-  for row in (dense, logra):
-    for n in grid.layers:
-      architecture = dataclasses.replace(base, n_layers=n)
-      points.append(("layers", n, row, size, architecture))
-    for n in grid.micro_batches:
-      more = dataclasses.replace(size, sequences=n * size.micro_batch)
-      points.append(("micro-batches", n, row, more, base))
-    for n in grid.tokens:
-      longer = dataclasses.replace(size, tokens=n, prompt_tokens=n // 4)
-      points.append(("tokens", n, row, longer, base))
-  done: dict[Any, dict[str, Any]] = {}
+  points: list[tuple[str, int, Size, DecoderConfig]] = []
+  for n in grid.layers:
+    points.append(("layers", n, size, dataclasses.replace(base, n_layers=n)))
+  for n in grid.micro_batches:
+    more = dataclasses.replace(size, sequences=n * size.micro_batch)
+    points.append(("micro-batches", n, more, base))
+  for n in grid.tokens:
+    longer = dataclasses.replace(size, tokens=n, prompt_tokens=n // 4)
+    points.append(("tokens", n, longer, base))
+
+  run = functools.partial(measure, repeats=repeats, seed=seed)
+  pair = [Row(BASELINE, None), Row("logra", grid.rank)]
+  others = [Row("logra", rank) for rank in grid.ranks if rank != grid.rank]
+  dense, *of_ranks = run([*pair, *others], size, base)
+  at_base = [dense, of_ranks[0]]
   results = []
-  for axis, value, row, its_size, architecture in points:
-    key = (row, its_size, architecture)
-    if key not in done:
-      (done[key],) = measure(
-          [row], its_size, architecture, repeats=repeats, seed=seed
-      )
-    results.append({"axis": axis, "value": value, **done[key]})
+  for logra in sorted(of_ranks, key=lambda result: result["rank"]):
+    for result in (dense, logra):
+      results.append({"axis": "rank", "value": logra["rank"], **result})
+  for axis, value, its_size, architecture in points:
+    is_base = (its_size, architecture) == (size, base)
+    found = at_base if is_base else run(pair, its_size, architecture)
+    results += [{"axis": axis, "value": value, **result} for result in found]
   return results
 
 
@@ -480,13 +494,6 @@ SMALL_GRID = Grid(
 )
 
 
-def _ints(name: str, values: Sequence[str]) -> list[int]:
-  try:
-    return [int(value) for value in values]
-  except ValueError as error:
-    raise ValueError(f"{name}={','.join(values)!r}: {error}") from error
-
-
 def run(values: dict[str, Any]) -> None:
   """Measures, prints tables and writes files, as the flags say.
 
@@ -550,10 +557,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _define_flags() -> None:
-  names = ["dense_adam", "lora", "galore", "logra"]
+  # GaLore's first update decomposes every gradient: two minutes for a rank.
+  names = ["dense_adam", "lora", "galore:64", "logra"]
   flags.DEFINE_string("model", "smollm2-135m", "See experiments/models.py.")
-  flags.DEFINE_list("optimizers", names, "Dense AdamW is always there.")
-  flags.DEFINE_list("ranks", ["16", "64", "256"], "Of each that has one.")
+  flags.DEFINE_list("optimizers", names, "Dense AdamW always is.")
+  flags.DEFINE_list("ranks", ["16", "64", "256"], "Of those that have one.")
   for name, default in dataclasses.asdict(Size()).items():
     flags.DEFINE_integer(name, default, "See Size.")
   flags.DEFINE_integer("repeats", 5, "Timed updates of each optimizer.")
