@@ -123,7 +123,9 @@ def _batch(run):
 def run(tmp_path_factory):
   """The parts of a run that has not begun."""
   path = tmp_path_factory.mktemp("parts")
-  return train._Run(_config(), path, checkpoints.Checkpoints(path / "c"))
+  config = _config()
+  saved = checkpoints.Checkpoints(path / "c")
+  return train._Run(config, path, saved, train._make_mesh(config))
 
 
 def test_micro_batches_and_packing_do_not_change_the_update(run):
