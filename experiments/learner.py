@@ -7,6 +7,7 @@ params    = merge(params, update)
 """
 
 from collections.abc import Callable, Mapping
+import functools
 from typing import Any
 
 from flax import struct
@@ -75,6 +76,7 @@ def make_train_step(
     `train_step(state, batch) -> (state, metrics)`; metrics are float32
     scalars, KL in nats per generated token.
   """
+  tx = optax.with_extra_args_support(tx)
   temperature = config.rollout.temperature
 
   def features(params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
@@ -83,62 +85,70 @@ def make_train_step(
   def head_fn(params: PyTree, hidden: jax.Array) -> jax.Array:
     return model.apply({"params": params}, hidden, method="head")
 
-  def loss_fn(params, batch, normalizer):
-    rollout = batch["completion"]
-    log_probs, entropy = grpo.token_statistics(
-        head_fn,
-        params,
-        features(params, batch),
-        rollout.tokens,
-        rollout.completion_mask,
-        temperature=temperature,
-        chunk_size=config.loss.chunk,
-    )
-    loss, metrics = grpo.grpo_loss(
-        log_probs,
-        rollout.log_probs,
-        batch["advantages"],
-        rollout.completion_mask,
-        config.loss.clip_low,
-        config.loss.clip_high,
-        normalizer,
-    )
-    # Entropies are 0 outside the mask.
-    mean_entropy = jnp.sum(entropy) / jnp.maximum(metrics["tokens"], 1.0)
-    return loss, metrics | {"entropy": mean_entropy}
+  loss_fn = functools.partial(_loss, features, head_fn, config)
 
   def train_step(state, batch):
     grads, metrics = _accumulate(loss_fn, state, batch, config)
-    if not config.kl.enabled:
-      updates, opt_state = tx.update(grads, state.opt_state, state.params)
-      params = logra_jax.apply_updates(state.params, updates, opt_state)
-      return TrainState(params, opt_state, state.update + 1), metrics
-    probe = logra_jax.kl_probe(
-        features,
-        state.params,
-        state.opt_state,
-        _probe_batch(batch.rollout, config),
-        head_fn=head_fn,
-        temperature=temperature,
-        chunk_size=config.loss.chunk,
-    )
+    probe = None
+    if config.kl.enabled:
+      probe = logra_jax.kl_probe(
+          features,
+          state.params,
+          state.opt_state,
+          _probe_batch(batch.rollout, config),
+          head_fn=head_fn,
+          temperature=temperature,
+          chunk_size=config.loss.chunk,
+      )
     updates, opt_state = tx.update(
         grads, state.opt_state, state.params, probe=probe
     )
-    metrics |= _kl_metrics(opt_state)
-    if config.kl.measure:
-      # The barrier keeps the merge, which is in place, behind the last use of
-      # the old weights; else there would be two copies of them.
-      reference, updates = jax.lax.optimization_barrier(
-          (probe.reference(), updates)
-      )
-    params = logra_jax.apply_updates(state.params, updates, opt_state)
-    if config.kl.measure:
-      realised = logra_jax.realised_kl(probe, params, reference)
-      metrics["kl/realised"] = realised
-    return TrainState(params, opt_state, state.update + 1), metrics
+    if probe is not None:
+      metrics |= _kl_metrics(opt_state)
+    params, measured = _merge(state.params, updates, opt_state, probe, config)
+    return TrainState(params, opt_state, state.update + 1), metrics | measured
 
   return train_step
+
+
+def _loss(features, head_fn, config, params, batch, normalizer):
+  """The surrogate of a micro-batch, and metrics of its tokens."""
+  rollout = batch["completion"]
+  log_probs, entropy = grpo.token_statistics(
+      head_fn,
+      params,
+      features(params, batch),
+      rollout.tokens,
+      rollout.completion_mask,
+      temperature=config.rollout.temperature,
+      chunk_size=config.loss.chunk,
+  )
+  loss, metrics = grpo.grpo_loss(
+      log_probs,
+      rollout.log_probs,
+      batch["advantages"],
+      rollout.completion_mask,
+      config.loss.clip_low,
+      config.loss.clip_high,
+      normalizer,
+  )
+  # Entropies are 0 outside the mask.
+  mean_entropy = jnp.sum(entropy) / jnp.maximum(metrics["tokens"], 1.0)
+  return loss, metrics | {"entropy": mean_entropy}
+
+
+def _merge(params, updates, opt_state, probe, config):
+  """The new parameters, and the KL they turned out to cost if asked for."""
+  if probe is None or not config.kl.measure:
+    return logra_jax.apply_updates(params, updates, opt_state), {}
+  # The barrier keeps the merge, which is in place, behind the last use of the
+  # old weights; else there would be two copies of them.
+  reference, updates = jax.lax.optimization_barrier(
+      (probe.reference(), updates)
+  )
+  params = logra_jax.apply_updates(params, updates, opt_state)
+  realised = logra_jax.realised_kl(probe, params, reference)
+  return params, {"kl/realised": realised}
 
 
 def _kl_metrics(opt_state):

@@ -46,6 +46,11 @@ class Kernel:
   def ndim(self) -> int:
     return self.kernel.ndim
 
+  def with_dtype(self, dtype: Any) -> "Kernel":
+    """Itself, computing in another dtype."""
+    fields: Any = self
+    return dataclasses.replace(fields, dtype=dtype)
+
   def dot_general(
       self,
       x: jax.Array,

@@ -90,6 +90,13 @@ def _alpha(limit: jax.Array, predicted: jax.Array, alpha_max: Any) -> jax.Array:
   return jnp.where(predicted > 0, alpha, 1.0)
 
 
+def _limit(budget: Any, count: jax.Array, mismatch: jax.Array) -> jax.Array:
+  """The budget of an update less the mismatch, but at least half of it."""
+  limit = budget(count) if callable(budget) else budget
+  limit = jnp.asarray(limit, jnp.float32)
+  return jnp.maximum(limit - mismatch, 0.5 * limit)
+
+
 def kl_budget(
     budget: float | optax.Schedule,
     inner: optax.GradientTransformation | None = None,
@@ -180,10 +187,8 @@ def kl_budget(
     ok &= _finite.none_lost(new_inner, state.inner)
     ok &= jnp.isfinite(predicted) & (predicted >= 0)
     ema = _mismatch_mean(state.mismatch, mismatch)
-    limit = budget(state.count) if callable(budget) else budget
-    limit = jnp.asarray(limit, jnp.float32)
+    limit = _limit(budget, state.count, ema)
     ok &= limit >= 0  # a schedule may go wrong as well
-    limit = jnp.maximum(limit - ema, 0.5 * limit)
     alpha = jnp.where(ok, _alpha(limit, predicted, alpha_max), 0.0)
     scaled = optax.tree.scale(alpha, _finite.zero_unless(ok, proposed))
     return scaled, KLBudgetState(

@@ -1,6 +1,5 @@
 """Flax linen layers whose kernels can be targets; Flax's own otherwise."""
 
-import dataclasses
 from typing import Any
 
 from flax import linen as nn
@@ -27,7 +26,7 @@ def promote_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> list:
 
   def cast(a: Any) -> Any:
     if isinstance(a, Kernel):
-      return dataclasses.replace(a, dtype=dtype)
+      return a.with_dtype(dtype)
     return None if a is None else cast_in_place(jnp.asarray(a), dtype)
 
   return [cast(a) for a in args]

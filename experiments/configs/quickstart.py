@@ -52,37 +52,12 @@ def get_config() -> ml_collections.ConfigDict:
   c.loss.clip_high = 0.2
   c.loss.chunk = 128  # Tokens whose logits are in memory at once.
 
-  c.optimizer = ml_collections.ConfigDict()
-  # 'logra', 'dense_adam', 'lora', 'galore' or 'muon'. Each trains the seven
-  # projections of every layer.
-  c.optimizer.name = "logra"
-  # What happens to all other parameters (embeddings, norms, biases, head):
-  # 'frozen', or 'adam' with the same learning rate, beta2 and eps, momentum
-  # 0.9 and no weight decay.
-  c.optimizer.others = "frozen"
-  # The step before the KL budget's say. One of the two, the other is 0:
-  c.optimizer.learning_rate = 1e-5
-  c.optimizer.update_ratio = 0.0  # ‖ΔW‖ / ‖W‖ over all targets; 'logra' only.
-  c.optimizer.momentum = 0.9  # Adam's beta1, of logra's sketches, of Muon.
-  c.optimizer.beta2 = 0.95  # Not read by 'muon'.
-  c.optimizer.eps = 1e-8
-  c.optimizer.weight_decay = 0.0
-  c.optimizer.rank = 16  # Of sketches, adapters, or GaLore's projections.
-  c.optimizer.seed = 42  # Of logra's bases, of lora's first adapters.
-  # What only 'lora' reads: adapters are scaled by lora_alpha / rank.
-  c.optimizer.lora_alpha = 32.0
-  # What only 'galore' reads: updates between two projections.
-  c.optimizer.galore_gap = 200
-  # What only 'logra' reads.
-  c.optimizer.distribution = "rademacher"
-  c.optimizer.refresh = False
-  c.optimizer.norm_preserving = False
+  c.optimizer = _optimizer()
 
   # KL(old || new) that one update may cost, in nats per generated token:
   # a cosine from budget to final_budget, constant where they are equal.
   c.kl = ml_collections.ConfigDict()
   c.kl.enabled = True  # False: steps of the learning rate, as they are.
-  c.kl.enabled = True
   c.kl.budget = 2e-3
   c.kl.final_budget = 2e-3
   c.kl.anneal_updates = 300
@@ -100,3 +75,33 @@ def get_config() -> ml_collections.ConfigDict:
 
   c.tensorboard = True
   return c.lock()
+
+
+def _optimizer() -> ml_collections.ConfigDict:
+  """What turns gradients into a step; see experiments/optimizers.py."""
+  c = ml_collections.ConfigDict()
+  # 'logra', 'dense_adam', 'lora', 'galore' or 'muon'. Each trains the seven
+  # projections of every layer.
+  c.name = "logra"
+  # What happens to all other parameters (embeddings, norms, biases, head):
+  # 'frozen', or 'adam' with the same learning rate, beta2 and eps, momentum
+  # 0.9 and no weight decay.
+  c.others = "frozen"
+  # The step before the KL budget's say. One of the two, the other is 0:
+  c.learning_rate = 1e-5
+  c.update_ratio = 0.0  # ‖ΔW‖ / ‖W‖ over all targets; 'logra' only.
+  c.momentum = 0.9  # Adam's beta1, of logra's sketches, of Muon.
+  c.beta2 = 0.95  # Not read by 'muon'.
+  c.eps = 1e-8
+  c.weight_decay = 0.0
+  c.rank = 16  # Of sketches, adapters, or GaLore's projections.
+  c.seed = 42  # Of logra's bases, of lora's first adapters.
+  # What only 'lora' reads: adapters are scaled by lora_alpha / rank.
+  c.lora_alpha = 32.0
+  # What only 'galore' reads: updates between two projections.
+  c.galore_gap = 200
+  # What only 'logra' reads.
+  c.distribution = "rademacher"
+  c.refresh = False
+  c.norm_preserving = False
+  return c
