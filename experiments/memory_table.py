@@ -43,7 +43,10 @@ class Row:
     """Of its file, without the ending."""
     r = self.request
     parts = (r.model, r.target, r.optimizer, f"r{r.rank}", r.param_dtype)
-    return "-".join(str(part).replace(":", "-") for part in (*parts, r.others))
+    parts = (*parts, r.others)
+    if r.sequences > 1:
+      parts = (*parts, f"{r.sequences}x", f"probe{r.probe}")
+    return "-".join(str(part).replace(":", "-") for part in parts)
 
 
 def _rows(
@@ -73,6 +76,15 @@ def _peers(model: str, target: str) -> list[Row]:
   return [Row(request) for request in (published, *rest)]
 
 
+def _operations(model: str, target: str) -> list[Row]:
+  """A whole update of 16 sequences a device, to compare operations."""
+  logra = Request(model, target, sequences=16, probe=2, param_dtype="bfloat16")
+  dense = dataclasses.replace(
+      logra, optimizer="dense_adam", param_dtype="float32"
+  )
+  return [Row(logra), Row(dense), Row(dataclasses.replace(dense, probe=0))]
+
+
 SWEEP: tuple[Row, ...] = (
     *_rows("qwen2.5-1.5b", "h100:4", 256, 1.2),
     *_peers("qwen2.5-1.5b", "h100:4"),
@@ -82,6 +94,7 @@ SWEEP: tuple[Row, ...] = (
     *_rows("qwen2.5-7b", "h100:1", 16, 16.0, dense=False),
     *_rows("qwen2.5-32b", "h100:1", 16, 64.0, dense=False),
     *_rows("qwen2.5-32b", "v5e:2x4", 16, 10.5, dense=False),
+    *_operations("qwen2.5-7b", "h100:4"),
 )
 
 
@@ -126,11 +139,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     results: of `read`.
   """
   head = (
-      "| model, devices | optimizer | weights | others | peak, GiB | to reach |"
+      "| model, devices | optimizer | weights | others | sequences a device |"
+      " peak, GiB | to reach |"
       " against dense Adam | floor | peak / floor | of a device | TFLOP |"
       " collectives, GiB |"
   )
-  lines = [head, "|---|---|---|---|---|---|---|---|---|---|---|---|"]
+  lines = [head, "|---|---|---|---|---|---|---|---|---|---|---|---|---|"]
   for result in results:
     lines.append(f"| {' | '.join(_cells(result, results))} |")
   return "\n".join(lines) + "\n"
@@ -148,6 +162,7 @@ def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list:
       f"{r['optimizer']}{rank}",
       r["param_dtype"],
       r["others"],
+      f"{r['sequences']} x {r['tokens']}, probe {r['probe']}",
       _gib(peak),
       "-" if result["reach"] is None else f"≤ {result['reach']}",
       f"{100 * (peak / dense - 1):+.1f} %" if peak and dense else "-",
@@ -170,7 +185,9 @@ def _dense_peak(
   """Peak of dense Adam with the same model and target."""
   for other in results:
     r = other["request"]
-    same = all(r[key] == request[key] for key in ("model", "target"))
+    same = all(
+        r[key] == request[key] for key in ("model", "target", "sequences")
+    )
     if same and r["optimizer"] == "dense_adam":
       return other["peak_bytes"]
   return None

@@ -46,6 +46,7 @@ class Request:
     micro_batch: of these, how many are computed at once; divides `sequences`.
     probe: responses per data shard (device along `data` and `fsdp`) that the
       KL is predicted on; None means 2, as published, or 1 if there is but one.
+      0 means no KL budget.
     mesh: devices along each of `sharding.AXES`; missing ones are 1. None means
       `default_mesh`.
     param_dtype: of the stored weights; None means bfloat16, and float32 for
@@ -300,8 +301,8 @@ def resolved(request: Request) -> Request:
         f"prompt_tokens={prompt_tokens} must be at least 1 and leave some of"
         f" tokens={tokens} for the completion"
     )
-  if request.probe is not None and request.probe < 1:
-    raise ValueError(f"probe={request.probe} must be at least 1")
+  if request.probe is not None and request.probe < 0:
+    raise ValueError(f"probe={request.probe} must be 0 or more")
   dtype = "float32" if request.optimizer == "dense_adam" else "bfloat16"
   if _or(request.param_dtype, dtype) not in ("bfloat16", "float32"):
     raise ValueError(
@@ -356,7 +357,9 @@ def config_of(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
     # As published: a new basis for each update, so no momentum.
     c.optimizer.momentum = 0.0
     c.optimizer.refresh = True
-  c.kl.probe_responses = _probe(request, mesh) * sharding.data_shards(mesh)
+  probe = _probe(request, mesh)
+  c.kl.enabled = probe > 0
+  c.kl.probe_responses = max(1, probe) * sharding.data_shards(mesh)
   c.kl.measure = False
   return c
 

@@ -32,7 +32,7 @@ def test_rows_have_names_of_their_own_and_are_possible():
 
 
 def test_the_table(tmp_path):
-  logra = Request("qwen2.5-7b", "h100:4", param_dtype="bfloat16")
+  logra = Request("qwen2.5-7b", "h100:4", param_dtype="bfloat16", probe=2)
   dense = dataclasses.replace(
       logra, optimizer="dense_adam", param_dtype="float32"
   )
@@ -53,7 +53,11 @@ def test_the_table(tmp_path):
   lines = memory_table.table(results).splitlines()
   assert len({line.count("|") for line in lines}) == 1
   first, second, third = lines[2:]
-  assert "| dense_adam | float32 | frozen | 20.00 | - | +0.0 % |" in first
+  sizes = "1 x 2048, probe 2"
+  assert (
+      f"| dense_adam | float32 | frozen | {sizes} | 20.00 | - | +0.0 % |"
+      in first
+  )
   assert "| 4.00 | ≤ 4.5 | -80.0 % | 2.00 | 2.00 | fits in 16.00 |" in second
   assert second.endswith("| 1.5 | 1.50 |")
   assert "| ? | - | - | 2.00 | - | does not fit in 16.00 |" in third

@@ -201,7 +201,10 @@ def test_the_probe_is_of_a_data_shard(tiny):
     mesh = jax.sharding.AbstractMesh(
         tuple(sizes.get(axis, 1) for axis in sharding.AXES), sharding.AXES
     )
-    assert planner.config_of(request, mesh).kl.probe_responses == wanted
+    kl = planner.config_of(request, mesh).kl
+    assert kl.enabled and kl.probe_responses == wanted
+  none = dataclasses.replace(request, probe=0)
+  assert not planner.config_of(none, mesh).kl.enabled
 
 
 def test_the_config_is_for_all_devices(tiny):
@@ -229,7 +232,7 @@ def test_the_config_is_for_all_devices(tiny):
         ({"rank": 0}, "rank=0 must be at least 1"),
         ({"sequences": 3, "micro_batch": 2}, "micro_batch=2 must divide"),
         ({"probe": 2}, "probe=2 must be at most 1, a shard's share"),
-        ({"probe": 0}, "probe=0 must be at least 1"),
+        ({"probe": -1}, "probe=-1 must be 0 or more"),
         ({"prompt_tokens": 64}, "prompt_tokens=64 .* leave some of tokens=64"),
         ({"param_dtype": "int8"}, "param_dtype='int8' must be"),
         ({"others": "sgd"}, "config.optimizer.others='sgd'"),
