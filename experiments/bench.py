@@ -289,21 +289,23 @@ def machine() -> dict[str, Any]:
 
 
 def summarize(result: dict[str, Any], baseline: dict[str, Any]) -> dict:
-  """Median and quartiles of a row's times, and its ratio to the baseline's."""
+  """Median and quartiles of a row's times, and ratios to the baseline's."""
   low, median, high = np.percentile(result["seconds"], [25, 50, 75])
+  ratio = lambda key: float(np.median(result[key]) / np.median(baseline[key]))
   return {
       "median": float(median),
       "iqr": float(high - low),
-      "ratio": float(median / np.median(baseline["seconds"])),
+      "ratio": ratio("seconds"),
+      "cpu_ratio": ratio("cpu_seconds"),
   }
 
 
 def table(found: dict[str, Any]) -> str:
   """A saved measurement as a Markdown table."""
   lines = [
-      "| optimizer | median, s | IQR, s | of dense AdamW's | to reach | first"
-      " update, s | temporaries, GiB |",
-      "|---|---|---|---|---|---|---|",
+      "| optimizer | median, s | IQR, s | of dense AdamW's | to reach | of its"
+      " processor time | first update, s | temporaries, GiB |",
+      "|---|---|---|---|---|---|---|---|",
   ]
   baseline = found["rows"][0]
   for result in found["rows"]:
@@ -317,6 +319,7 @@ def table(found: dict[str, Any]) -> str:
         f"{s['iqr']:.2f}",
         f"{s['ratio']:.2f}",
         "-" if reach is None else f"≤ {reach}",
+        f"{s['cpu_ratio']:.2f}",
         f"{result['first_seconds']:.2f}",
         f"{result['temporary_bytes'] / 2**30:.2f}",
     ]

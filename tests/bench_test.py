@@ -60,6 +60,7 @@ def result(row, seconds):
   return {
       **dataclasses.asdict(row),
       "seconds": seconds,
+      "cpu_seconds": [2 * x + 1 for x in seconds],
       "first_seconds": 9.0,
       "temporary_bytes": 2**30,
   }
@@ -70,7 +71,9 @@ def test_ratio_is_of_medians():
   logra = result(bench.Row("logra", 64), [2.0, 1.0, 50.0])
   found = bench.summarize(logra, dense)
   # Medians 2 and 3; quartiles of 1, 2, 50 are 1.5 and 26.
-  assert found == {"median": 2.0, "iqr": 24.5, "ratio": 2 / 3}
+  # Processor times have medians 5 and 7.
+  ratios = {"ratio": 2 / 3, "cpu_ratio": 5 / 7}
+  assert found == {"median": 2.0, "iqr": 24.5, **ratios}
   table = bench.table({"rows": [dense, logra]}).splitlines()
   assert table[-1].split("|")[2:6] == [
       " 2.00 ",
