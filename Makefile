@@ -27,7 +27,7 @@ quickstart: $(VENV)/.train $(MODEL)
 test: $(VENV)/.dev $(MODEL)
 	@echo "== running the tests"
 	@LOGRA_MODEL=$(MODEL) $(BIN)/python -m pytest -n auto --maxprocesses 4 \
-	  --dist loadfile $(ARGS)
+	  --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.dev
 	@echo "== pyink, ruff, mypy"

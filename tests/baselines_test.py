@@ -35,6 +35,7 @@ def _changed(before, after):
 
 
 _SLOW = (
+    ("galore", True, "adam"),
     ("dense_adam", True, "adam"),
     ("dense_adam", False, "frozen"),
     ("lora", False, "adam"),
@@ -49,7 +50,6 @@ _SLOW = (
     ("name", "budget", "others"),
     [
         ("lora", True, "frozen"),
-        ("galore", True, "adam"),
         ("muon", False, "frozen"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in _SLOW),
     ],

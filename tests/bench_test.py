@@ -97,6 +97,7 @@ def test_measures_and_writes(tmp_path):
   assert (tmp_path / "speed-4x8.png").stat().st_size > 0
 
 
+@pytest.mark.slow  # Half a minute of compiling.
 def test_growth_draws_every_axis(tmp_path):
   # One program for each optimizer: the base, on every axis.
   grid = dataclasses.replace(SMALL, tokens=(SMALL.size.tokens,))
@@ -120,6 +121,7 @@ def temporaries(row, micro_batches, micro_batch=2):
   return lowered.compile().memory_analysis().temp_size_in_bytes, batch
 
 
+@pytest.mark.slow  # A minute of compiling.
 def test_accumulation_over_more_micro_batches_adds_no_memory():
   row = bench.Row("logra", 4)
   (two, small), (four, middle) = temporaries(row, 2), temporaries(row, 4)

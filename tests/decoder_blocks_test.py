@@ -73,7 +73,7 @@ def whole():
     "blocks",
     [
         # 3 and 4 do not divide 7 tokens, nor 3 queries a block of 4.
-        {"token_block": 3},
+        pytest.param({"token_block": 3}, marks=pytest.mark.slow),
         {"token_block": 4, "attention_block": 3, "remat": True},
     ],
 )

@@ -47,6 +47,7 @@ def test_an_update_a_rollout_and_a_plan(tmp_path):
   assert "No memory_stats on cpu" in text
 
 
+@pytest.mark.slow  # The test above runs the same in a process of its own.
 def test_logra_in_this_process(tmp_path):
   section, *_ = device_check.small_sections(str(tmp_path))
   told = []
