@@ -42,10 +42,10 @@ class Row:
   def name(self) -> str:
     """Of its file, without the ending."""
     r = self.request
-    parts = (r.model, r.target, r.optimizer, f"r{r.rank}", r.param_dtype)
-    parts = (*parts, r.others)
+    parts = [r.model, r.target, r.optimizer, f"r{r.rank}", r.param_dtype]
+    parts += [r.others]
     if r.sequences > 1:
-      parts = (*parts, f"{r.sequences}x", f"probe{r.probe}")
+      parts += [f"{r.sequences}x", f"probe{r.probe}"]
     return "-".join(str(part).replace(":", "-") for part in parts)
 
 
