@@ -161,7 +161,9 @@ def _sketches(config, params, state):
 
 
 @pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
-@pytest.mark.parametrize("others", ["frozen", "adam"])
+@pytest.mark.parametrize(
+    "others", [pytest.param("frozen", marks=pytest.mark.slow), "adam"]
+)
 def test_the_others_are_frozen_or_trained_by_adam(name, others):
   plain = _params()
   config = _config(optimizer__name=name, optimizer__others=others)
