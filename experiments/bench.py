@@ -204,11 +204,8 @@ class Update:
 
   def memory(self) -> dict[str, int]:
     """Bytes, as the compiler states them."""
-    sizes = self._step.memory_analysis()
-    return {
-        "argument_bytes": sizes.argument_size_in_bytes,
-        "temporary_bytes": sizes.temp_size_in_bytes,
-    }
+    sizes = program.sizes(self._step)
+    return {key: sizes[key] for key in ("argument_bytes", "temporary_bytes")}
 
 
 def measure(

@@ -128,10 +128,7 @@ def _update(
   """Compiles before it allocates: kernels are timed on memory, too."""
   architecture = models.architecture(section.model)
   mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), [device])
-  request = request_of(section, "h100:1")
-  block = planner.default_token_block(request, mesh.shape)
-  request = dataclasses.replace(request, token_block=block)
-  config = planner.config_of(request, mesh)
+  config = planner.config_of(request_of(section, "h100:1"), mesh)
   abstract, batch = program.abstract_arguments(architecture, config, mesh)
   found["state_bytes"] = sum(
       math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract)
@@ -145,9 +142,11 @@ def _update(
     started = time.perf_counter()
     step = step.lower(abstract, batch).compile()
     found["compile_seconds"] = round(time.perf_counter() - started, 2)
-    found |= _sizes(step)
+    sizes = program.sizes(step)
+    found["compiled_peak_bytes"] = sizes.pop("peak_bytes")
+    found |= sizes
     tell(found)
-    if _too_much(device, found.get("compiled_peak_bytes", 0), found):
+    if _too_much(device, found["compiled_peak_bytes"], found):
       return
 
     def make(key):
@@ -180,21 +179,6 @@ def _too_much(device: jax.Device, needed: int, found: dict[str, Any]) -> bool:
     return False
   found["skipped"] = f"{needed / _GIB:.1f} of {limit / _GIB:.1f} GiB"
   return True
-
-
-def _sizes(compiled: jax.stages.Compiled) -> dict[str, int]:
-  """What the device's own compiler says that the program needs."""
-  sizes = compiled.memory_analysis()
-  if sizes is None:
-    return {}
-  found = {
-      "argument_bytes": sizes.argument_size_in_bytes,
-      "output_bytes": sizes.output_size_in_bytes,
-      "aliased_bytes": sizes.alias_size_in_bytes,
-      "temporary_bytes": sizes.temp_size_in_bytes,
-  }
-  peak = sum(found.values()) - 2 * found["aliased_bytes"]
-  return {**found, "compiled_peak_bytes": peak}
 
 
 def random_params(shapes: Any, key: jax.Array) -> Any:

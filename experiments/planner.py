@@ -149,9 +149,7 @@ def plan(request: Request, dump: str | os.PathLike[str] | None = None) -> Plan:
   request = dataclasses.replace(
       request,
       mesh=dict(mesh.shape),
-      token_block=_or(
-          request.token_block, default_token_block(request, mesh.shape)
-      ),
+      token_block=_token_block(request, mesh),
       probe=_probe(request, mesh),
   )
   config = config_of(request, mesh)
@@ -204,22 +202,12 @@ def _measured(
     seconds: float,
 ) -> Plan:
   """The plan of a program that was compiled."""
-  sizes = compiled.memory_analysis()
+  sizes: dict[str, Any] = program.sizes(compiled)
   cost = hlo.cost(text)
-  peak = (
-      sizes.argument_size_in_bytes
-      + sizes.output_size_in_bytes
-      - sizes.alias_size_in_bytes
-      + sizes.temp_size_in_bytes
-  )
   return Plan(
       **common,
-      argument_bytes=sizes.argument_size_in_bytes,
-      output_bytes=sizes.output_size_in_bytes,
-      aliased_bytes=sizes.alias_size_in_bytes,
-      temporary_bytes=sizes.temp_size_in_bytes,
-      peak_bytes=peak,
-      fits=peak <= common["memory_bytes"],
+      **sizes,
+      fits=sizes["peak_bytes"] <= common["memory_bytes"],
       refusal="",
       flops=cost.flops,
       collective_bytes=dict(sorted(cost.collective_bytes.items())),
@@ -284,9 +272,7 @@ def resolved(request: Request) -> Request:
     if value < 1:
       raise ValueError(f"{name}={value} must be at least 1")
   for name in ("attention_block", "token_block"):
-    if vars(request)[name] is None:
-      continue
-    value = vars(request)[name]
+    value = _or(vars(request)[name], 0)
     if value < 0:
       raise ValueError(f"{name}={value} must be 0 or more")
   if request.sequences % request.micro_batch:
@@ -340,7 +326,7 @@ def config_of(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
   c.param_dtype = request.param_dtype
   c.remat = True
   c.attention_block = request.attention_block
-  c.token_block = request.token_block or 0
+  c.token_block = _token_block(request, mesh)
   c.mesh.update(dict(mesh.shape))
   # One response to a prompt: nothing is packed, each row has all its tokens.
   c.rollout.prompts = request.sequences * mesh.size
@@ -398,6 +384,11 @@ def default_token_block(request: Request, mesh: Mapping[str, int]) -> int:
     return 0
   sequences = request.micro_batch * mesh["tensor"]
   return min(request.tokens, max(_MIN_BLOCK, _ROWS // sequences))
+
+
+def _token_block(request: Request, mesh: Mesh) -> int:
+  """Tokens of a sequence projected at once."""
+  return _or(request.token_block, default_token_block(request, mesh.shape))
 
 
 def _mesh(

@@ -137,3 +137,21 @@ def lower_update(
     traced = step.trace(state, batch)
   found = mesh.devices.reshape(-1)
   return traced.lower(lowering_platforms=devices.lowering_platforms(found))
+
+
+def sizes(compiled: jax.stages.Compiled) -> dict[str, int]:
+  """Bytes on one device, as the compiler states them.
+
+  Returns:
+    `argument_bytes`, `output_bytes`, `aliased_bytes`, `temporary_bytes`, and
+    `peak_bytes`: arguments + outputs - aliased + temporaries.
+  """
+  stated = compiled.memory_analysis()
+  found = {
+      "argument_bytes": stated.argument_size_in_bytes,
+      "output_bytes": stated.output_size_in_bytes,
+      "aliased_bytes": stated.alias_size_in_bytes,
+      "temporary_bytes": stated.temp_size_in_bytes,
+  }
+  peak = sum(found.values()) - 2 * found["aliased_bytes"]
+  return found | {"peak_bytes": peak}
