@@ -76,9 +76,9 @@ def make_task(name: str, seed: int, **options: Any) -> Task:
   """Builds a task by name.
 
   Args:
-    name: `'addition'`; `'reasoning_gym:<data set>'` (extra `tasks`); or
-      `'jsonl:<path>'`, a file of `{"prompt": ..., "answer": ...}` lines whose
-      prompt is a string or a list of chat messages.
+    name: `'addition'` or `'addition:<digits>'`; `'reasoning_gym:<data set>'`
+      (extra `tasks`); or `'jsonl:<path>'`, a file of `{"prompt": ...,
+      "answer": ...}` lines whose prompt is a string or a list of chat messages.
     seed: order (and for procedural data sets content) of the training
       examples. Held-out examples do not depend on it.
     **options: keyword arguments of the task's class, for example
@@ -93,12 +93,11 @@ def make_task(name: str, seed: int, **options: Any) -> Task:
   kind, _, argument = name.partition(":")
   if kind not in _TASKS:
     raise ValueError(_unknown("task", name, list(_TASKS)))
-  if (kind == "addition") == bool(argument):
-    raise ValueError(f"task must be {_TASKS[kind][1]}, got {name!r}")
-  build = _TASKS[kind][0]
   if kind == "addition":
-    return build(seed, **options)
-  return build(argument, seed, **options)
+    argument = argument or "1"
+  if not argument:
+    raise ValueError(f"task must be {_TASKS[kind][1]}, got {name!r}")
+  return _TASKS[kind][0](argument, seed, **options)
 
 
 def checked_rewards(
@@ -159,7 +158,7 @@ def last_number(text: str) -> decimal.Decimal | None:
 
 
 class Addition:
-  """Sums of two single digits, as a chat.
+  """Sums of two numbers, as a chat.
 
   The reward is 1 if the last number of the completion is the sum, else 0 (see
   `last_number`). Pairs are split without order: 3 + 5 is held out exactly if
@@ -167,16 +166,27 @@ class Addition:
   Each pass over the training pairs is a new permutation.
   """
 
-  name = "addition"
+  def __init__(self, digits: str, seed: int):
+    """See `make_task`.
 
-  def __init__(self, seed: int):
+    Args:
+      digits: that either number has at most; `'1'` to `'3'`.
+      seed: order of the training examples.
+    """
+    if digits not in ("1", "2", "3"):
+      raise ValueError(f"task 'addition:{digits}': digits must be 1, 2 or 3")
+    self.name = "addition" if digits == "1" else f"addition:{digits}"
     self._seed = seed
-    unordered = [(a, b) for a in range(10) for b in range(a, 10)]
+    n = 10 ** int(digits)
+    unordered = [(a, b) for a in range(n) for b in range(a, n)]
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(unordered))
     held = {unordered[i] for i in order[: len(unordered) // 5]}
-    pairs = [(a, b) for a in range(10) for b in range(10)]
-    self._heldout = [(a, b) for a, b in pairs if (min(a, b), max(a, b)) in held]
-    self._train = sorted(set(pairs) - set(self._heldout))
+    pairs = [(a, b) for a in range(n) for b in range(n)]
+    heldout = [(a, b) for a, b in pairs if (min(a, b), max(a, b)) in held]
+    self._train = sorted(set(pairs) - set(heldout))
+    # Shuffled, so that the first of them are like the rest.
+    mixed = np.random.default_rng(_SPLIT_SEED).permutation(len(heldout))
+    self._heldout = [heldout[i] for i in mixed]
 
   def train(self, index: int) -> Example:
     """The example at a position of the endless, reshuffled sequence."""
@@ -185,7 +195,7 @@ class Addition:
     )
 
   def heldout(self) -> list[Example]:
-    """All held-out sums, about a fifth of the hundred."""
+    """All held-out sums, about a fifth of all."""
     return [self._example(pair) for pair in self._heldout]
 
   def reward(self, prompts, completions, *, answer) -> list[float]:
@@ -351,7 +361,7 @@ class Jsonl:
 
 
 _TASKS = {
-    "addition": (Addition, "'addition'"),
+    "addition": (Addition, "'addition' or 'addition:<digits>'"),
     "reasoning_gym": (ReasoningGym, "'reasoning_gym:<data set>'"),
     "jsonl": (Jsonl, "'jsonl:<path>'"),
 }

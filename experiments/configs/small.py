@@ -1,0 +1,34 @@
+"""The small model of `experiments/small_model.py`, for experiments of many runs.
+
+Command: python -m experiments.small_model
+  python -m experiments.train --config=experiments/configs/small.py \
+    --workdir=DIR
+Cost: 20 seconds on two CPU cores, half of it compilation.
+Expected: mean training reward from 0.5 to 0.8 in 40 updates.
+"""
+
+import ml_collections
+
+from experiments import small_model
+from experiments.configs import quickstart
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """The quickstart's settings on two-digit sums and the small model."""
+  c = quickstart.get_config().unlock()
+  c.model = small_model.PATH
+  c.task.name = small_model.TASK
+  c.updates = 40
+  c.rollout.prompts = 16
+  c.rollout.responses = 8
+  c.rollout.temperature = 1.0
+  c.rollout.max_prompt_tokens = small_model.MAX_PROMPT_TOKENS
+  c.rollout.max_new_tokens = small_model.MAX_NEW_TOKENS
+  c.loss.micro_batch = 128
+  c.loss.pack = 8
+  c.kl.probe_responses = 32
+  c.evaluate.every = 10
+  c.evaluate.prompts = 512
+  c.checkpoint.every = c.updates
+  c.tensorboard = False
+  return c.lock()
