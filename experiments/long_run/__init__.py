@@ -1,0 +1,10 @@
+"""1,200 updates under a KL budget that falls: does a run collapse.
+
+Asked: whether reward stays where it got, and what KL, the norm of the weights
+and held-out accuracy do over a run of the published length.
+
+Command: python -m experiments.long_run.run --out=docs/results/long_run
+  (`--small`: one cell, 24 updates; `--redraw`: from the rows that are there)
+Cost: four runs of 1,200 updates of the small model, some minutes each on two
+  CPU cores.
+"""
