@@ -131,11 +131,10 @@ def paired(
     before: Iterable[sweeps.Row],
     key: Callable[[sweeps.Row], Any],
     number: Callable[[sweeps.Row], float],
-) -> Interval | None:
-  """Mean difference `after - before`, with an interval over seeds.
+) -> list[float]:
+  """Differences `after - before` of runs that have the same seed and `key`.
 
-  Runs are paired by seed and `key`. The differences of one seed are averaged
-  first: seeds are what is independent.
+  The differences of one seed are averaged: seeds are what is independent.
 
   Args:
     after: runs with the change.
@@ -144,7 +143,7 @@ def paired(
     number: of a run.
 
   Returns:
-    None if there is no pair.
+    One difference a seed, of the seeds that have a pair.
   """
   old = {(row["seed"], key(row)): number(row) for row in before}
   differences: dict[int, list[float]] = {}
@@ -152,9 +151,7 @@ def paired(
     value = old.get((row["seed"], key(row)))
     if value is not None:
       differences.setdefault(row["seed"], []).append(number(row) - value)
-  if not differences:
-    return None
-  return statistics.interval([float(np.mean(x)) for x in differences.values()])
+  return [float(np.mean(values)) for values in differences.values()]
 
 
 def text(value: Interval | float | int | str | None) -> str:
@@ -169,9 +166,11 @@ def text(value: Interval | float | int | str | None) -> str:
   return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def signed(value: Interval | None) -> str:
-  """A difference as an entry of a table: `+0.012 [-0.003, +0.030]`."""
-  return "-" if value is None else _interval(value, "+.3f")
+def signed(differences: Sequence[float]) -> str:
+  """Differences as an entry of a table: `+0.012 [-0.003, +0.030]`, or `-`."""
+  if not differences:
+    return "-"
+  return _interval(statistics.interval(differences), "+.3f")
 
 
 def _interval(value: Interval, form: str) -> str:
@@ -181,9 +180,9 @@ def _interval(value: Interval, form: str) -> str:
 
 def markdown(
     head: Sequence[str],
-    lines: Iterable[Sequence[Interval | float | str | None]],
+    lines: Iterable[Sequence[Any]],
 ) -> str:
-  """A Markdown table, with a newline at its end."""
+  """A Markdown table of `text` entries, with a newline at its end."""
   rows = [list(head), ["---"] * len(head)]
   rows += [[text(entry) for entry in line] for line in lines]
   return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -112,16 +112,16 @@ def test_momentum():
   table = analysis.table(rows)
   gain = "+0.150 [+0.100, +0.200]"
   name = "basis fixed, momentum - basis fixed"
-  assert line_of(table, name)[1:] == [gain, gain]
+  assert line_of(table, name)[1:] == ["2", gain, gain]
   # Adam has no refreshed cells, which must not count against the others.
-  assert line_of(table, "basis fixed - basis refreshed")[1] == "+0.000"
-  assert line_of(table, "rank 4 - rank 16")[1] == "+0.100"
-  assert line_of(table, "rank 256 - rank 16 (fixed)")[1] == "+0.000"
-  assert line_of(table, "adam - row_adam")[1] == "+0.000"
+  assert line_of(table, "basis fixed - basis refreshed")[2] == "+0.000"
+  assert line_of(table, "rank 4 - rank 16")[2] == "+0.100"
+  assert line_of(table, "rank 256 - rank 16 (fixed)")[2] == "+0.000"
+  assert line_of(table, "adam - row_adam")[2] == "+0.000"
   advised = "rank 16, fixed, momentum, row_adam - dense, adam"
-  assert line_of(table, advised)[1:] == [gain, gain]
+  assert line_of(table, advised)[1:] == ["2", gain, gain]
   best = line_of(table, "best LoGRA cell - dense, momentum")
-  assert best[1] == "+0.250 [+0.200, +0.300]"
+  assert best[2] == "+0.250 [+0.200, +0.300]"
   # A cell that has fewer seeds says so, and is not chosen as the best.
   number = analysis.MEASURES["mean reward"]
   best_of = lambda rows: analysis.best_cell(
@@ -129,7 +129,7 @@ def test_momentum():
   )
   best = best_of(rows)
   few = [x for x in rows if (x["cell"], x["seed"]) != (best, 0)]
-  assert "0.6 (1 seeds)" in analysis.table(few)
+  assert "0.6, n = 1" in analysis.table(few)
   assert best.startswith("rank 4, fixed, momentum") and best_of(few) != best
 
 
@@ -165,6 +165,9 @@ def test_learning_curves():
       "| logra rank 16 | none, learning rate 0.0001 | 1 | 0.2 | 0.6 |" in table
   )
   assert "| dense_adam | 1e-3 | 1 | 0.1 | 0.3 | 0.5 | 3.000 | 1.5 |" in table
+  # Means of three updates: 0.3 / 3 both; 0.6 / 3 against 0.1 / 3.
+  found = line_of(table, "lora rank 16 - dense_adam")[1:]
+  assert found == ["+0.000", "+0.000", "+0.167", "+0.000"]
 
 
 def test_long_run():

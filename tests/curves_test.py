@@ -82,9 +82,8 @@ def test_differences_are_paired_and_averaged_within_a_seed():
   ]
   key = lambda one: one["cell"]
   found = curves.paired(after, before, key, curves.mean_reward)
-  # Seeds: (0.1 + 0.3) / 2 and 0.6; of two, the interval reaches both.
-  assert found == pytest.approx((0.4, 0.2, 0.6))
-  assert curves.paired(after[3:], before, key, curves.mean_reward) is None
+  assert found == pytest.approx([(0.1 + 0.3) / 2, 0.6])
+  assert curves.paired(after[3:], before, key, curves.mean_reward) == []
   assert curves.over_seeds([], curves.mean_reward) is None
   assert curves.over_seeds(before, lambda one: None) is None
 
@@ -95,8 +94,10 @@ def test_entries_of_a_table():
   )
   assert curves.text(Interval(0.5, 0.25, 0.75)) == "0.5 [0.25, 0.75]"
   assert curves.text(Interval(0.5, 0.5, 0.5)) == "0.5"
-  assert curves.signed(Interval(0.5, -0.25, 1.0)) == "+0.500 [-0.250, +1.000]"
-  assert curves.signed(None) == "-"
+  # Of two values the interval reaches both.
+  assert curves.signed([-0.25, 1.25]) == "+0.500 [-0.250, +1.250]"
+  assert curves.signed([0.5]) == "+0.500"
+  assert curves.signed([]) == "-"
 
 
 def test_a_band_spans_the_seeds():

@@ -99,9 +99,9 @@ def figure_of(rows: Sequence[Row]) -> Any:
 def _finish(part: str, left: Any, right: Any) -> None:
   curves.finish(
       left,
-      f"{part}: training reward (5-update means, range over seeds)",
+      f"{part}: training reward, range over seeds",
       "update",
-      "mean reward",
+      "5-update means",
   )
   if right.lines:
     right.set(xscale="log", yscale="log")

@@ -25,9 +25,9 @@ Mean over seeds [95 % bootstrap interval over seeds]. Mean reward: training
 reward of all updates, the area under the curve. Tail reward: of the last third.
 Held-out accuracy: greedy, after the last update. Without a budget, the learning
 rate is the one of the grid with the highest tail reward; at an edge of the grid
-a better one may lie outside. Seconds: median over updates and seeds, rollout
-included, compilation not. Peak: memory of the compiled update as the compiler
-states it, weights included.
+a better one may lie outside. Differences are paired by seed. Seconds: median
+over updates and seeds, rollout included, compilation not. Peak: memory of the
+compiled update as the compiler states it, weights included.
 """
 
 
@@ -46,6 +46,11 @@ class Runs(NamedTuple):
     """The rate with the highest mean tail reward; None without rows."""
     mean = lambda rate: np.mean([*map(curves.tail_reward, self.rates[rate])])
     return max(self.rates, key=mean, default=None)
+
+  def at_best_rate(self) -> list[Row]:
+    """The rows of that rate; none without rows."""
+    rate = self.best_rate()
+    return [] if rate is None else self.rates[rate]
 
   def at_edge(self, rate: float) -> bool:
     """Whether `rate` is the lowest or the highest that was measured."""
@@ -93,6 +98,7 @@ def table(
   return (
       f"### KL budget and no budget\n\n"
       f"{curves.markdown(_HEAD, with_budget + without)}\n"
+      f"### Against dense AdamW\n\n{_against_dense(found)}\n"
       f"### Tail reward by learning rate, no budget\n\n{_grid(found)}\n{_NOTES}"
   )
 
@@ -108,6 +114,28 @@ def _line(label: str, budget: str, rows: Sequence[Row], peak: Any) -> list[Any]:
       f"{_seconds(rows):.3f}",
       peak,
   ]
+
+
+def _against_dense(found: Mapping[str, Runs]) -> str:
+  """Differences from dense AdamW, paired by seed."""
+  dense = found.get("dense_adam", Runs([], {}))
+  lines = [
+      [f"{label} - dense_adam"]
+      + [
+          curves.signed(curves.paired(after, before, lambda row: None, number))
+          for after, before in (
+              (runs.budget, dense.budget),
+              (runs.at_best_rate(), dense.at_best_rate()),
+          )
+          for number in (curves.mean_reward, curves.accuracy)
+      ]
+      for label, runs in found.items()
+      if label != "dense_adam"
+  ]
+  head = ["difference"]
+  for budget in ("budget", "no budget"):
+    head += [f"{budget}: mean reward", f"{budget}: held-out accuracy"]
+  return curves.markdown(head, lines)
 
 
 def _seconds(rows: Sequence[Row]) -> float:
@@ -144,11 +172,10 @@ def figure_of(rows: Sequence[Row]) -> Any:
   found = methods(rows)
   for label, runs in found.items():
     rate = runs.best_rate()
-    free = [] if rate is None else runs.rates[rate]
     name = label if rate is None else f"{label}, {rate:g}"
     style = {"color": _color(label), "width": 5}
     for axes, of_cell, text in zip(
-        panels, (runs.budget, free), (label, name), strict=True
+        panels, (runs.budget, runs.at_best_rate()), (label, name), strict=True
     ):
       if of_cell:
         values = [curves.curve(row, curves.REWARD) for row in of_cell]

@@ -8,7 +8,6 @@ import numpy as np
 
 from experiments import curves
 from experiments.momentum import sweep
-from experiments.statistics import Interval
 from experiments.sweeps import Row
 
 # What a run is judged by; the second is less noisy.
@@ -91,8 +90,8 @@ def factors(overrides: Mapping[str, Any]) -> Factors | None:
 
 def effect(
     rows: Iterable[Row], of: Effect, number: Callable[[Row], float]
-) -> Interval | None:
-  """Mean paired difference `of.after - of.before`; None without pairs."""
+) -> list[float]:
+  """Paired differences `of.after - of.before`, one a seed."""
   after, before = [], []
   for row in rows:
     levels = factors(row["overrides"])
@@ -155,7 +154,7 @@ def _factorial(cells: dict[str, list[Row]]) -> str:
       for cell in sweep.CONTROLS
       if cell.name in cells
   }
-  out += f"{most} seeds where not said otherwise.\n\n"
+  out += f"n = {most} seeds where not said otherwise.\n\n"
   return f"{out}### small: controls\n\n{_cells(dense)}\n"
 
 
@@ -163,7 +162,7 @@ def _entry(
     rows: Sequence[Row], number: Callable[[Row], float], most: int
 ) -> str:
   """Mean and interval, and the seeds where there are fewer than `most`."""
-  few = f" ({len(rows)} seeds)" if 0 < len(rows) < most else ""
+  few = f", n = {len(rows)}" if 0 < len(rows) < most else ""
   return curves.text(curves.over_seeds(rows, number)) + few
 
 
@@ -195,8 +194,8 @@ def _effects(cells: dict[str, list[Row]]) -> str:
   lines = []
   for one in EFFECTS:
     found = [effect(rows, one, number) for number in MEASURES.values()]
-    lines.append([str(one), *map(curves.signed, found)])
-  head = ["difference", *MEASURES]
+    lines.append([str(one), len(found[0]), *map(curves.signed, found)])
+  head = ["difference", "seeds", *MEASURES]
   return f"### small: effects\n\n{curves.markdown(head, lines)}\n"
 
 
@@ -215,9 +214,10 @@ def _against_controls(cells: dict[str, list[Row]]) -> str:
           )
           for name, number in MEASURES.items()
       ]
-      lines.append([f"{label} - {control.name}", *map(curves.signed, found)])
+      name = f"{label} - {control.name}"
+      lines.append([name, len(found[0]), *map(curves.signed, found)])
   chosen = "; ".join(f"by {name} {cell}" for name, cell in best.items())
-  head = ["difference", *MEASURES]
+  head = ["difference", "seeds", *MEASURES]
   return (
       f"### small: LoGRA against dense\n\n{curves.markdown(head, lines)}\n"
       f"Best LoGRA cell: {chosen}.\n\n"
@@ -240,8 +240,10 @@ def figure_of(rows: Sequence[Row]) -> Any:
         values = [curves.curve(row, curves.REWARD) for row in cells[name]]
         style = "--" if name.startswith("dense") else "-"
         curves.plot_spread(axes, values, name, width=5, ls=style)
-    title = f"{part}: training reward (5-update means, range over seeds)"
-    curves.finish(axes, title, "update", "mean reward")
+    title = f"{part}: training reward, range over seeds"
+    curves.finish(axes, title, "update", "5-update means")
+    if not axes.lines:
+      axes.set_axis_off()
   return figure
 
 
