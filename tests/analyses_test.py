@@ -6,6 +6,7 @@ import curves_test
 import pytest
 
 from experiments import curves, sweeps
+from experiments.learning_curves import memory
 
 NAMES = ("kl_budget", "momentum", "learning_curves", "long_run")
 
@@ -187,3 +188,32 @@ def test_long_run():
   # A run that is still rising has not collapsed.
   rising = make_row(part, part.cells[0], 1, [i / 48 for i in range(48)])
   assert analysis.lowest_share(rising) == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+def test_memory_of_learning_curves(tmp_path):
+  from_file = lambda: memory.read(tmp_path)
+  assert from_file() == {}
+  labels = ("dense_adam", "logra rank 4")
+  found = memory.measure_memory(tmp_path, labels)
+  assert from_file() == found and tuple(found) == labels
+  for sizes in found.values():
+    # The probe's tangents take memory; the weights are given and handed back.
+    assert sizes["budget"]["peak_bytes"] > sizes["no budget"]["peak_bytes"]
+    assert sizes["budget"]["aliased_bytes"] > 0
+  # Two dense moments against thin arrays.
+  dense, thin = (found[label]["budget"]["argument_bytes"] for label in labels)
+  assert dense > 2 * thin
+  table = analysis_of("learning_curves").table(
+      [
+          make_row(
+              sweep_of("learning_curves").FULL[0],
+              sweeps.Cell("dense_adam, budget", {}),
+              0,
+              [1.0],
+          )
+      ],
+      found,
+  )
+  peak = found["dense_adam"]["budget"]["peak_bytes"] / 2**20
+  assert f"| {peak:.1f} |" in table

@@ -12,7 +12,7 @@ import sys
 from absl import app, flags
 import jax
 
-from experiments import program, progress, sharding, small_model, sweeps, train
+from experiments import program, progress, sharding, small_model, sweeps
 from experiments.learning_curves import sweep
 
 FILENAME = "memory.json"
@@ -36,7 +36,6 @@ def measure_memory(
   """
   out = pathlib.Path(out)
   out.mkdir(parents=True, exist_ok=True)
-  small_model.ensure_small_model()
   part = sweep.FULL[0]
   found: dict[str, dict[str, dict[str, int]]] = {}
   for label in labels:
@@ -60,9 +59,9 @@ def read(
 
 def _compile(part: sweeps.Part, cell: sweeps.Cell) -> dict[str, int]:
   config = sweeps.config_of(part, cell, 0)
-  architecture = train.load_model(config).config
   mesh = sharding.make_mesh(config.mesh)
-  lowered = program.lower_update(architecture, config, mesh)
+  # Weights are not needed, so that the model need not have been taught.
+  lowered = program.lower_update(small_model.make_config(), config, mesh)
   return program.sizes(lowered.compile())
 
 
