@@ -35,7 +35,7 @@ from experiments.decoder import Decoder, DecoderConfig
 from experiments.rollout import Rollout
 
 BASELINE = "dense_adam"
-_WITHOUT_RANK = (BASELINE, "muon")
+_WITHOUT_RANK = (BASELINE, "dense_sgd", "muon")
 # Update time over the baseline's that LoGRA should not exceed, by its rank.
 REACH = {64: 0.75, 256: 0.85}
 
@@ -473,7 +473,7 @@ def growth_table(results: Sequence[dict[str, Any]]) -> str:
 
 
 # For tests: seconds, nearly all of it compilation.
-_SMALL = DecoderConfig(
+SMALL = DecoderConfig(
     vocab_size=64,
     d_model=32,
     n_layers=2,
@@ -484,7 +484,7 @@ _SMALL = DecoderConfig(
     tied_head=True,
 )
 SMALL_GRID = Grid(
-    _SMALL,
+    SMALL,
     Size(sequences=4, micro_batch=2, tokens=8, prompt_tokens=2),
     rank=4,
     ranks=(4,),
@@ -504,7 +504,7 @@ def run(values: dict[str, Any]) -> None:
   if values["repeats"] < 1:
     raise ValueError(f"repeats={values['repeats']} must be at least 1")
   architecture = (
-      _SMALL if values["small"] else models.architecture(values["model"])
+      SMALL if values["small"] else models.architecture(values["model"])
   )
   size = Size(**{f.name: values[f.name] for f in dataclasses.fields(Size)})
   config_of(rows[0], size)  # refuses what does not fit

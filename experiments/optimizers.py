@@ -6,6 +6,7 @@ projections of every layer; everything else is frozen, or trained by Adam.
 """
 
 from collections.abc import Callable
+import functools
 import re
 from typing import Any
 
@@ -39,12 +40,10 @@ def make_optimizer(
   """
   c = config.optimizer
   _check(c)
-  sign_and_size = (
-      optax.scale_by_learning_rate(c.learning_rate)
-      if c.learning_rate
-      else optax.scale(-1.0)
-  )
-  links = [OPTIMIZERS[c.name](c), sign_and_size]
+  # The rate is kept in the state: runs that differ in it share a program.
+  rate = optax.inject_hyperparams(optax.scale_by_learning_rate)
+  # With an update ratio the direction already has its size.
+  links = [OPTIMIZERS[c.name](c), rate(learning_rate=c.learning_rate or 1.0)]
   budget = logra_jax.kl_budget(
       _budget(config.kl), alpha_max=config.kl.alpha_max
   )
@@ -87,6 +86,10 @@ def _check(c: ml_collections.ConfigDict) -> None:
       "rank": (c.rank >= 1, "at least 1"),
       "lora_alpha": (0 < c.lora_alpha < inf, "positive"),
       "galore_gap": (c.galore_gap >= 1, "at least 1"),
+      "preconditioner": (
+          c.preconditioner in PRECONDITIONERS,
+          f"one of {sorted(PRECONDITIONERS)}",
+      ),
       "others": (c.others in (_FROZEN, "adam"), "'frozen' or 'adam'"),
   }
   for name, (fine, wanted) in checks.items():
@@ -96,6 +99,12 @@ def _check(c: ml_collections.ConfigDict) -> None:
     raise ValueError(
         f"config.optimizer.learning_rate={c.learning_rate} and"
         f" .update_ratio={c.update_ratio}: one must be positive, the other 0"
+    )
+  if c.name == "logra" and c.preconditioner == "adam" and c.refresh:
+    raise ValueError(
+        "config.optimizer.preconditioner='adam' keeps a moment for each"
+        " coordinate of a sketch, which refresh=True makes stale; set"
+        " refresh=False, or preconditioner='row_adam'"
     )
   if c.update_ratio and (c.name != "logra" or c.others != _FROZEN):
     raise ValueError(
@@ -113,14 +122,8 @@ def _budget(c: ml_collections.ConfigDict) -> float | optax.Schedule:
 
 
 def _logra(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
-  """Sketches, with momentum (fixed basis only) before RowAdam."""
-  inner = [
-      logra_jax.scale_by_row_adam(
-          b2=c.beta2, eps=c.eps, norm_preserving=c.norm_preserving
-      )
-  ]
-  if c.momentum:
-    inner.insert(0, optax.trace(c.momentum))
+  """Sketches, with momentum (fixed basis only) before a preconditioner."""
+  inner = PRECONDITIONERS[c.preconditioner](c)
   # What `sketch` is given descends, at learning rate 1: it is negated again
   # before the chain's learning rate.
   others = optax.chain(_adam_of_others(c), optax.scale(-1.0))
@@ -129,7 +132,7 @@ def _logra(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
         c.rank,
         targets=logra_jax.DEFAULT_TARGETS,
         others=None if c.others == _FROZEN else others,
-        inner=optax.chain(*inner),
+        inner=inner,
         seed=c.seed,
         distribution=c.distribution,
         refresh=c.refresh,
@@ -138,6 +141,25 @@ def _logra(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
     )
   except ValueError as error:
     raise ValueError(f"config.optimizer: {error}") from error
+
+
+def _row_adam(
+    c: ml_collections.ConfigDict, norm_preserving: bool
+) -> optax.GradientTransformation:
+  """Momentum, then a second moment for each output unit."""
+  row_adam = logra_jax.scale_by_row_adam(c.beta2, c.eps, norm_preserving)
+  return optax.chain(_momentum(c), row_adam)
+
+
+def _momentum(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+  """A running sum of gradients; nothing is kept where momentum is 0."""
+  return optax.trace(c.momentum) if c.momentum else optax.identity()
+
+
+def _dense_sgd(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+  """Momentum on the dense gradients of the same kernels."""
+  decay = optax.add_decayed_weights(c.weight_decay)
+  return _on_targets(c, optax.chain(_momentum(c), decay))
 
 
 def _dense_adam(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
@@ -286,9 +308,18 @@ def _on_targets(
   )
 
 
+# What is made of logra's sketches.
+PRECONDITIONERS: dict[str, Make] = {
+    "row_adam": functools.partial(_row_adam, norm_preserving=False),
+    "norm_preserving": functools.partial(_row_adam, norm_preserving=True),
+    "adam": lambda c: optax.scale_by_adam(c.momentum, c.beta2, c.eps),
+    "none": _momentum,
+}
+
 OPTIMIZERS: dict[str, Make] = {
     "logra": _logra,
     "dense_adam": _dense_adam,
+    "dense_sgd": _dense_sgd,
     "lora": _lora,
     "galore": _galore,
     "muon": _muon,

@@ -11,6 +11,8 @@ share one `workdir`, and the first process alone writes the record.
 """
 
 import dataclasses
+import functools
+import json
 import pathlib
 import signal
 import sys
@@ -22,6 +24,7 @@ import jax
 import ml_collections
 from ml_collections import config_flags
 import numpy as np
+import optax
 
 from experiments import (
     checkpoints,
@@ -29,6 +32,7 @@ from experiments import (
     evaluate,
     grpo,
     learner,
+    lora,
     optimizers,
     plots,
     pretrained,
@@ -71,7 +75,7 @@ def train(
 
   Args:
     config: a config like `configs/quickstart.py`.
-    workdir: directory of the run: config, metrics, checkpoints, picture.
+    workdir: directory of the run: config, metrics, checkpoints.
 
   Returns:
     How it ended.
@@ -97,9 +101,6 @@ def train(
     if config.updates not in saved.updates():
       state = _Run(config, path, saved, mesh).loop(stop)
   update = config.updates if state is None else int(state.update)
-  if sharding.is_first_process():
-    _report(path, update, config.updates, stop.signal)
-  sharding.wait_for_all("reported")
   accuracy = metrics_lib.column(
       metrics_lib.read_rows(path / metrics_lib.FILENAME), "eval/accuracy"
   )
@@ -187,6 +188,37 @@ def _make_mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   return mesh
 
 
+def _settings(config: ml_collections.ConfigDict) -> str:
+  """What the compiled update depends on, as JSON."""
+  settings = config.copy_and_resolve_references().unlock()
+  settings.optimizer.seed = 0  # In the state, and so is the learning rate.
+  settings.optimizer.learning_rate = float(config.optimizer.learning_rate > 0)
+  for name in ("seed", "model", "updates", "task", "evaluate", "checkpoint"):
+    del settings[name]
+  return settings.to_json(sort_keys=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _train_step(
+    model: decoder.Decoder, mesh: jax.sharding.Mesh, settings: str
+) -> Any:
+  """The jitted update; runs of one process that only differ in seeds share it.
+
+  The state is donated: new parameters take the place of the old ones.
+  """
+  config = ml_collections.ConfigDict(json.loads(settings))
+  tx = optimizers.make_optimizer(config)
+  state, _ = program.abstract_arguments(model.config, config, mesh)
+  return program.jit_update(model, tx, config, state, mesh)
+
+
+@jax.jit
+def _weight_norm(params: Any) -> jax.Array:
+  """Frobenius norm of all parameters, adapters merged."""
+  wide = jax.tree.map(lambda x: x.astype("float32"), lora.merge(params))
+  return optax.tree.norm(wide)
+
+
 class _Run:
   """A run that has updates left: its parts, and where it stands."""
 
@@ -214,10 +246,7 @@ class _Run:
     if restored is not None:
       self.state = restored[1]
       progress.say(f"resuming after update {restored[0]} of {config.updates}")
-    # The state is donated: new parameters take the place of the old ones.
-    self.train_step = program.jit_update(
-        self.model, tx, config, self.state, self.mesh
-    )
+    self.train_step = _train_step(self.model, mesh, _settings(config))
 
   def loop(self, stop: workdir_lib.Stop) -> learner.TrainState:
     """The algorithm; returns the state it ended with."""
@@ -333,6 +362,7 @@ class _Run:
         max_new_tokens=self.config.rollout.max_new_tokens,
         max_prompts=self.config.evaluate.prompts,
     )
+    found["weight_norm"] = float(_weight_norm(self.state.params))
     writer.write(update, {f"eval/{name}": found[name] for name in found})
     bar.say(
         f"held-out accuracy after {update} updates: {found['accuracy']:.3f}"
@@ -406,6 +436,10 @@ def main(config: ml_collections.ConfigDict, workdir: str) -> None:
     if flags.FLAGS.traceback:
       raise
     sys.exit(f"error: {error}")
+  if sharding.is_first_process():
+    path = pathlib.Path(workdir).absolute()
+    _report(path, result.update, config.updates, result.stopped_by)
+  sharding.wait_for_all("reported")
   if result.stopped_by is not None:
     sys.exit(128 + result.stopped_by)
 

@@ -1,5 +1,6 @@
 """Tests of the optimizers against optax's own, layer by layer."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ import logra_jax
 
 LAYERS, RATE, B1, B2, EPS, DECAY = 3, 1e-3, 0.9, 0.95, 1e-8, 0.1
 STEPS = 5
-DENSE = ("dense_adam", "galore", "muon")
+DENSE = ("dense_adam", "dense_sgd", "galore", "muon")
 
 
 def _config(**changes):
@@ -80,6 +81,12 @@ def _of_optax(name):
   """The whole optimizer of one matrix, as optax offers it."""
   if name == "dense_adam":
     return optax.adamw(RATE, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY)
+  if name == "dense_sgd":
+    return optax.chain(
+        optax.trace(B1),
+        optax.add_decayed_weights(DECAY),
+        optax.scale_by_learning_rate(RATE),
+    )
   if name == "galore":
     return optax.contrib.galore(
         RATE,
@@ -247,6 +254,54 @@ def test_a_budget_scales_the_step_of_the_learning_rate(name):
   np.testing.assert_allclose(steps[1], 2 * steps[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("momentum", [0.0, B1])
+@pytest.mark.parametrize("name", sorted(optimizers.PRECONDITIONERS))
+def test_sketches_are_preconditioned(name, momentum):
+  row_adam = lambda keep: logra_jax.scale_by_row_adam(B2, EPS, keep)
+  trace = optax.trace(momentum) if momentum else optax.identity()
+  inner = {
+      "row_adam": optax.chain(trace, row_adam(False)),
+      "norm_preserving": optax.chain(trace, row_adam(True)),
+      "adam": optax.scale_by_adam(momentum, B2, EPS),
+      "none": trace,
+  }[name]
+  expected = optax.chain(
+      logra_jax.sketch(8, refresh=False, inner=inner, weight_decay=DECAY),
+      optax.scale_by_learning_rate(RATE),
+  )
+  config = _config(
+      optimizer__preconditioner=name,
+      optimizer__momentum=momentum,
+      optimizer__rank=8,
+  )
+  found = optimizers.make_optimizer(config)
+  params = _params()
+
+  def steps(tx):
+    state, out = logra_jax.init(tx, params), []
+    for _ in range(2):
+      grads = _sketches(config, params, state)
+      updates, state = tx.update(grads, state, params)
+      out.append(updates["layers"]["q_proj"]["kernel"])
+    return out
+
+  chex.assert_trees_all_close(steps(found), steps(expected), rtol=1e-6)
+
+
+def test_the_learning_rate_is_part_of_the_state():
+  params = _params()
+  grads = _gradients(params, 0)
+
+  def step(built_with, state_of):
+    make = lambda rate: optimizers.make_optimizer(
+        _config(optimizer__name="dense_adam", optimizer__learning_rate=rate)
+    )
+    state = make(state_of).init(params)
+    return make(built_with).update(grads, state, params)[0]
+
+  chex.assert_trees_all_equal(step(1e-3, 0.5), step(0.5, 0.5))
+
+
 def test_update_ratio_without_a_budget_descends_by_that_ratio():
   ratio = 0.01
   config = _config(
@@ -296,6 +351,11 @@ def test_update_ratio_without_a_budget_descends_by_that_ratio():
         (
             {"learning_rate": 0.0, "update_ratio": 1e-4, "name": "muon"},
             r"optimizer.update_ratio=0.0001 .*name='muon'",
+        ),
+        ({"preconditioner": "muon"}, r"optimizer.preconditioner='muon'.*'adam'"),
+        (
+            {"preconditioner": "adam", "refresh": True, "momentum": 0.0},
+            r"optimizer.preconditioner='adam'.*refresh",
         ),
         ({"distribution": "uniform"}, r"config.optimizer: distribution='unif"),
     ],

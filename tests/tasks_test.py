@@ -2,6 +2,7 @@
 
 import decimal
 import json
+import re
 
 import numpy as np
 import pytest
@@ -118,7 +119,27 @@ def test_unknown_task_names_the_nearest(name, near):
     tasks.make_task(name, 0)
 
 
-@pytest.mark.parametrize("name", ["addition:easy", "jsonl", "reasoning_gym:"])
+@pytest.mark.parametrize("digits", ["easy", "0", "4"])
+def test_addition_of_so_many_digits(digits):
+  with pytest.raises(ValueError, match=f"'addition:{digits}'.*1, 2 or 3"):
+    tasks.make_task(f"addition:{digits}", 0)
+
+
+def test_addition_of_two_digits():
+  task = tasks.make_task("addition:2", 0)
+  pairs = [
+      tuple(map(int, re.findall("[0-9]+", _content(x)))) for x in task.heldout()
+  ]
+  assert len(set(pairs)) == len(pairs)
+  assert {(b, a) for a, b in pairs} == set(pairs)
+  assert 0.15 < len(pairs) / 100**2 < 0.25
+  # The first of them, which may be all that is evaluated, are like the rest.
+  assert abs(np.mean(pairs[:200]) - np.mean(pairs)) < 4
+  first = {_content(task.train(i)) for i in range(8000)}
+  assert not first & {_content(x) for x in task.heldout()}
+
+
+@pytest.mark.parametrize("name", ["jsonl", "reasoning_gym:"])
 def test_task_with_a_wrong_argument(name):
   with pytest.raises(ValueError, match=f"task must be '.*', got '{name}'"):
     tasks.make_task(name, 0)
@@ -132,10 +153,9 @@ def test_negative_index():
 class _Scored(tasks.Addition):
   """Addition whose rewards a test chooses."""
 
-  name = "scored"
-
   def __init__(self, rewards):
-    super().__init__(0)
+    super().__init__("1", 0)
+    self.name = "scored"
     self._rewards = rewards
 
   def reward(self, prompts, completions, *, answer):

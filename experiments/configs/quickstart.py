@@ -80,8 +80,8 @@ def get_config() -> ml_collections.ConfigDict:
 def _optimizer() -> ml_collections.ConfigDict:
   """What turns gradients into a step; see experiments/optimizers.py."""
   c = ml_collections.ConfigDict()
-  # 'logra', 'dense_adam', 'lora', 'galore' or 'muon'. Each trains the seven
-  # projections of every layer.
+  # 'logra', 'dense_adam', 'dense_sgd', 'lora', 'galore' or 'muon'. Each trains
+  # the seven projections of every layer.
   c.name = "logra"
   # What happens to all other parameters (embeddings, norms, biases, head):
   # 'frozen', or 'adam' with the same learning rate, beta2 and eps, momentum
@@ -103,5 +103,7 @@ def _optimizer() -> ml_collections.ConfigDict:
   # What only 'logra' reads.
   c.distribution = "rademacher"
   c.refresh = False
-  c.norm_preserving = False
+  # Of the sketches: 'row_adam' or 'norm_preserving' (both published), 'adam'
+  # (fixed basis only) or 'none'.
+  c.preconditioner = "row_adam"
   return c

@@ -26,6 +26,9 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout.max_new_tokens = small_model.MAX_NEW_TOKENS
   c.loss.micro_batch = 128
   c.loss.pack = 8
+  # Such that the budget, and not alpha_max, sets the step.
+  c.optimizer.learning_rate = 1e-2
+  c.kl.budget = c.kl.final_budget = 1e-3
   c.kl.probe_responses = 32
   c.evaluate.every = 10
   c.evaluate.prompts = 512

@@ -1,0 +1,77 @@
+"""The budgets that are compared: none, three constants, one that falls."""
+
+import ml_collections
+
+from experiments.configs import quickstart, small
+from experiments.sweeps import Cell, Part
+
+
+def _constant(budget: float) -> Cell:
+  values = {"kl.budget": budget, "kl.final_budget": budget}
+  return Cell(f"constant {budget:g}", values)
+
+
+def _annealed(first: float, last: float, updates: int) -> Cell:
+  values = {"kl.budget": first, "kl.final_budget": last}
+  return Cell(
+      f"annealed {first:g} to {last:g}", values | {"kl.anneal_updates": updates}
+  )
+
+
+def _none(learning_rate: float) -> Cell:
+  values = {"kl.enabled": False, "optimizer.learning_rate": learning_rate}
+  return Cell(f"none, learning rate {learning_rate:g}", values)
+
+
+def small_config() -> ml_collections.ConfigDict:
+  """60 updates of the small model, the last 20 of which are the tail."""
+  config = small.get_config()
+  config.updates = config.checkpoint.every = 60
+  return config
+
+
+def smollm2_config() -> ml_collections.ConfigDict:
+  """12 updates of the quickstart with 64 responses each."""
+  config = quickstart.get_config()
+  config.updates = config.checkpoint.every = 12
+  config.rollout.prompts = 8
+  config.loss.micro_batch = 32
+  config.evaluate.every = 6
+  # Such that the budget, and not alpha_max, sets the step.
+  config.optimizer.learning_rate = 1e-4
+  config.kl.probe_responses = 8
+  config.tensorboard = False
+  return config
+
+
+SMALL_CELLS = (
+    _none(3e-5),
+    _none(1e-4),
+    _none(3e-4),
+    _constant(3e-4),
+    _constant(1e-3),
+    _constant(3e-3),
+    _annealed(3e-3, 3e-4, 60),
+)
+SMOLLM2_CELLS = (
+    _none(1e-5),
+    _constant(5e-4),
+    _constant(2e-3),
+    _constant(8e-3),
+    _annealed(8e-3, 5e-4, 12),
+)
+
+FULL = (
+    Part("small", small_config, SMALL_CELLS, (0, 1, 2, 3, 4)),
+    Part("smollm2", smollm2_config, SMOLLM2_CELLS, (0, 1)),
+)
+
+
+def _few_updates() -> ml_collections.ConfigDict:
+  config = small.get_config()
+  config.updates = config.checkpoint.every = 6
+  config.evaluate.every = 3
+  return config
+
+
+SMALL = (Part("small", _few_updates, SMALL_CELLS[2:5:2], (0, 1)),)

@@ -1,0 +1,64 @@
+"""Optimizers, each with a KL budget and with learning rates of a grid."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.configs import small
+from experiments.momentum.sweep import small_config
+from experiments.sweeps import Cell, Part
+
+RANKS = (4, 16, 64, 256)
+# Learning rates without a budget.
+GRIDS = {
+    "logra": (3e-5, 1e-4, 3e-4),
+    "dense_adam": (3e-5, 1e-4, 3e-4),
+    "lora": (3e-4, 1e-3, 3e-3),
+    "galore": (1e-4, 3e-4, 1e-3),
+}
+
+
+def _method(name: str, rank: int | None) -> tuple[str, dict[str, Any]]:
+  """Label and overrides."""
+  values: dict[str, Any] = {"optimizer.name": name}
+  if rank is None:
+    return name, values
+  values["optimizer.rank"] = rank
+  if name == "lora":
+    # Adapters times 2, as is usual.
+    values["optimizer.lora_alpha"] = 2.0 * rank
+  return f"{name} rank {rank}", values
+
+
+METHODS: Mapping[str, dict[str, Any]] = dict(
+    [_method("dense_adam", None)]
+    + [_method("logra", rank) for rank in RANKS]
+    + [_method("lora", rank) for rank in RANKS]
+    + [_method("galore", rank) for rank in (16, 64)]
+)
+
+
+def _cells(labels: list[str], rates: int | None = None) -> tuple[Cell, ...]:
+  """With a budget, and without one at the first `rates` learning rates."""
+  cells = []
+  for label in labels:
+    values = METHODS[label]
+    cells.append(Cell(f"{label}, budget", values))
+    for rate in GRIDS[values["optimizer.name"]][:rates]:
+      free = {"kl.enabled": False, "optimizer.learning_rate": rate}
+      cells.append(Cell(f"{label}, learning rate {rate:g}", values | free))
+  return tuple(cells)
+
+
+FULL = (Part("small", small_config, _cells(list(METHODS)), (0, 1, 2)),)
+
+
+def _few_updates():
+  config = small.get_config()
+  config.updates = config.checkpoint.every = 6
+  config.evaluate.every = 3
+  return config
+
+
+SMALL = (
+    Part("small", _few_updates, _cells(["dense_adam", "logra rank 16"], 1), (0,)),
+)

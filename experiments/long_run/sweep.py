@@ -1,0 +1,32 @@
+"""1,200 updates: the quickstart's setting and the published one."""
+
+import ml_collections
+
+from experiments.configs import small
+from experiments.sweeps import Cell, Part
+
+CELLS = (
+    Cell("rank 16, fixed, momentum", {}),
+    Cell(
+        "rank 256, refreshed (published)",
+        {
+            "optimizer.rank": 256,
+            "optimizer.refresh": True,
+            "optimizer.momentum": 0.0,
+        },
+    ),
+)
+
+
+def _config(updates: int) -> ml_collections.ConfigDict:
+  """The published shape of the budget: a cosine over 300 updates, then flat."""
+  config = small.get_config()
+  config.updates = config.checkpoint.every = updates
+  config.evaluate.every = updates // 12
+  config.kl.budget, config.kl.final_budget = 1e-3, 1e-4
+  config.kl.anneal_updates = updates // 4
+  return config
+
+
+FULL = (Part("small", lambda: _config(1200), CELLS, (0, 1)),)
+SMALL = (Part("small", lambda: _config(24), CELLS[:1], (0,)),)

@@ -1,0 +1,82 @@
+"""Rank, basis, momentum and preconditioner, all under the same KL budget."""
+
+from typing import Any
+
+import ml_collections
+
+from experiments.configs import small
+from experiments.kl_budget.sweep import smollm2_config
+from experiments.sweeps import Cell, Part
+
+RANKS = (4, 16, 64, 256)
+# Momentum needs a basis that stays, and so does Adam on sketches.
+BASES = {
+    "refreshed": {"optimizer.refresh": True, "optimizer.momentum": 0.0},
+    "fixed": {"optimizer.refresh": False, "optimizer.momentum": 0.0},
+    "fixed, momentum": {"optimizer.refresh": False, "optimizer.momentum": 0.9},
+}
+PRECONDITIONERS = ("row_adam", "norm_preserving", "none", "adam")
+# Such that the budget, and not alpha_max, sets a step of the bare gradient.
+_BARE = {"optimizer.learning_rate": 100.0}
+
+
+def _cell(rank: int, basis: str, preconditioner: str) -> Cell:
+  values: dict[str, Any] = {
+      "optimizer.rank": rank,
+      "optimizer.preconditioner": preconditioner,
+      **BASES[basis],
+  }
+  if preconditioner in ("none", "norm_preserving"):
+    values |= _BARE
+  return Cell(f"rank {rank}, {basis}, {preconditioner}", values)
+
+
+CONTROLS = (
+    Cell("dense, adam", {"optimizer.name": "dense_adam"}),
+    Cell(
+        "dense, momentum",
+        {"optimizer.name": "dense_sgd", **_BARE},
+    ),
+    Cell(
+        "dense, no momentum",
+        {"optimizer.name": "dense_sgd", "optimizer.momentum": 0.0, **_BARE},
+    ),
+)
+
+
+def small_config() -> ml_collections.ConfigDict:
+  """30 updates of the small model."""
+  config = small.get_config()
+  config.updates = config.checkpoint.every = 30
+  return config
+
+
+FACTORIAL = tuple(
+    _cell(rank, basis, preconditioner)
+    for preconditioner in PRECONDITIONERS
+    for basis in BASES
+    for rank in RANKS
+    if (basis, preconditioner) != ("refreshed", "adam")
+)
+TELLING = (
+    _cell(256, "refreshed", "row_adam"),
+    _cell(16, "refreshed", "row_adam"),
+    _cell(16, "fixed, momentum", "row_adam"),
+    _cell(4, "fixed, momentum", "row_adam"),
+    CONTROLS[0],
+)
+
+FULL = (
+    Part("small", small_config, CONTROLS + FACTORIAL, (0, 1, 2, 3, 4)),
+    Part("smollm2", smollm2_config, TELLING, (0, 1)),
+)
+
+
+def _few_updates() -> ml_collections.ConfigDict:
+  config = small.get_config()
+  config.updates = config.checkpoint.every = 6
+  config.evaluate.every = 3
+  return config
+
+
+SMALL = (Part("small", _few_updates, TELLING[2:], (0, 1)),)
