@@ -5,9 +5,9 @@
 RL needs a policy that is right now and then. A model of two layers is first
 taught two-digit sums by next-token prediction on the training pairs of the task
 `addition:2`, where seven of ten answers forget the carry (38 + 45 = 73): like a
-language model, it then knows more than it mostly says. Sampled answers are right
-about half of the time, greedy ones where there is no carry. Experiments of many
-runs start from it. Held-out sums are seen by neither.
+language model, it then knows more than it mostly says. About half of its sampled
+answers are right. Experiments of many runs start from it. Held-out sums are seen
+by neither.
 
 Cost: two minutes on two CPU cores, once.
 """
@@ -25,8 +25,8 @@ import numpy as np
 import optax
 
 from experiments import decoder, evaluate, extras, hf, progress, tasks
-from experiments import tokenizer as tokenizer_lib
 from experiments import rollout as rollout_lib
+from experiments import tokenizer as tokenizer_lib
 
 TASK = "addition:2"
 PATH = ".cache/small-adder"
@@ -116,9 +116,7 @@ def _teach(config, tokenizer) -> Any:
   task = tasks.make_task(TASK, _SEED)
   model = decoder.Decoder(config)
   tokens, mask = _sequences(tokenizer, task)
-  tx = optax.adamw(
-      optax.warmup_cosine_decay_schedule(0.0, 1e-3, 50, _STEPS)
-  )
+  tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 50, _STEPS))
   init = jax.jit(model.init)
   params = init(jax.random.key(_SEED), jnp.zeros((1, 1), jnp.int32))["params"]
 

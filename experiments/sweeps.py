@@ -20,8 +20,14 @@ from typing import Any
 from absl import app, flags, logging
 import ml_collections
 
-from experiments import bench, metrics, progress, setup_model, small_model
-from experiments import train
+from experiments import (
+    bench,
+    metrics,
+    progress,
+    setup_model,
+    small_model,
+    train,
+)
 
 Row = dict[str, Any]
 ROWS = "rows.jsonl"

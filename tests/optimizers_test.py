@@ -352,7 +352,10 @@ def test_update_ratio_without_a_budget_descends_by_that_ratio():
             {"learning_rate": 0.0, "update_ratio": 1e-4, "name": "muon"},
             r"optimizer.update_ratio=0.0001 .*name='muon'",
         ),
-        ({"preconditioner": "muon"}, r"optimizer.preconditioner='muon'.*'adam'"),
+        (
+            {"preconditioner": "muon"},
+            r"optimizer.preconditioner='muon'.*'adam'",
+        ),
         (
             {"preconditioner": "adam", "refresh": True, "momentum": 0.0},
             r"optimizer.preconditioner='adam'.*refresh",

@@ -1,4 +1,4 @@
-"""The small model of `experiments/small_model.py`, for experiments of many runs.
+"""The model of `experiments/small_model.py`, for experiments of many runs.
 
 Command: python -m experiments.small_model
   python -m experiments.train --config=experiments/configs/small.py \

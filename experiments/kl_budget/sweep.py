@@ -31,12 +31,12 @@ def small_config() -> ml_collections.ConfigDict:
 
 
 def smollm2_config() -> ml_collections.ConfigDict:
-  """12 updates of the quickstart with 64 responses each."""
+  """10 updates of the quickstart with half of its responses."""
   config = quickstart.get_config()
-  config.updates = config.checkpoint.every = 12
-  config.rollout.prompts = 8
-  config.loss.micro_batch = 32
-  config.evaluate.every = 6
+  config.updates = config.checkpoint.every = 10
+  config.rollout.prompts = 6
+  config.loss.micro_batch = 48
+  config.evaluate.every = 5
   # Such that the budget, and not alpha_max, sets the step.
   config.optimizer.learning_rate = 1e-4
   config.kl.probe_responses = 8
@@ -58,7 +58,7 @@ SMOLLM2_CELLS = (
     _constant(5e-4),
     _constant(2e-3),
     _constant(8e-3),
-    _annealed(8e-3, 5e-4, 12),
+    _annealed(8e-3, 5e-4, 10),
 )
 
 FULL = (

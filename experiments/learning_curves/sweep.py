@@ -60,5 +60,7 @@ def _few_updates():
 
 
 SMALL = (
-    Part("small", _few_updates, _cells(["dense_adam", "logra rank 16"], 1), (0,)),
+    Part(
+        "small", _few_updates, _cells(["dense_adam", "logra rank 16"], 1), (0,)
+    ),
 )

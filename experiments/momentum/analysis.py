@@ -240,9 +240,10 @@ def figure_of(rows: Sequence[Row]) -> Any:
         values = [curves.curve(row, curves.REWARD) for row in cells[name]]
         style = "--" if name.startswith("dense") else "-"
         curves.plot_spread(axes, values, name, width=5, ls=style)
-    title = f"{part}: training reward, range over seeds"
-    curves.finish(axes, title, "update", "5-update means")
-    if not axes.lines:
+    if axes.lines:
+      title = f"{part}: training reward, range over seeds"
+      curves.finish(axes, title, "update", "5-update means")
+    else:
       axes.set_axis_off()
   return figure
 

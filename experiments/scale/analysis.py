@@ -20,7 +20,7 @@ def memory_table(
     peaks: bytes by the name of a file.
   """
   lines = [
-      "| LoGRA beside | published, GiB | change | compiled here, GiB | change |",
+      "| LoGRA beside | published, GiB | change | compiled, GiB | change |",
       "|---|---|---|---|---|",
   ]
   for one in comparisons:

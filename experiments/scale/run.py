@@ -64,7 +64,9 @@ def main(argv: list[str]) -> None:
       peaks, rows = measure_small()
       comparisons = sweep.SMALL_MEMORY, sweep.SMALL_TIME
     else:
-      peaks, rows = read(pathlib.Path(values.memory), pathlib.Path(values.speed))
+      peaks, rows = read(
+          pathlib.Path(values.memory), pathlib.Path(values.speed)
+      )
       comparisons = sweep.MEMORY, sweep.TIME
   except (ValueError, FileNotFoundError, ImportError) as error:
     sys.exit(f"error: {error}")

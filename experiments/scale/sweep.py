@@ -106,9 +106,7 @@ TIME = (
         ("dense_adam", None),
         ("logra", 256),
     ),
-    Time(
-        "1.5B, LoRA rank 256", "below 1", ("lora", 256), ("logra", 256)
-    ),
+    Time("1.5B, LoRA rank 256", "below 1", ("lora", 256), ("logra", 256)),
     Time("rank 16, dense Adam", "-", ("dense_adam", None), ("logra", 16)),
 )
 
