@@ -28,5 +28,5 @@ def _config(updates: int) -> ml_collections.ConfigDict:
   return config
 
 
-FULL = (Part("small", lambda: _config(1200), CELLS, (0, 1)),)
+FULL = (Part("small", lambda: _config(1200), CELLS, (0,)),)
 SMALL = (Part("small", lambda: _config(24), CELLS[:1], (0,)),)
