@@ -89,6 +89,10 @@ def test_kl_budget():
       "1",
       "2.00 [1.00, 3.00]",
   ]
+  assert "annealed -" not in table
+  rows.append(make_row(part, part.cells[-1], 1, [0.6] * 10, 0.45))
+  found = line_of(analysis.table(rows), f"annealed - {constant.name}")
+  assert found[1:] == ["1", "+0.100", "+0.200"]
   entries = line_of(table, none.name)
   assert entries[1:4] == ["1", "0.9", "0.75"]
   assert entries[5:] == ["-", "-", "-"]
@@ -123,6 +127,14 @@ def test_momentum():
   assert line_of(table, advised)[1:] == ["2", gain, gain]
   best = line_of(table, "best LoGRA cell - dense, momentum")
   assert best[2] == "+0.250 [+0.200, +0.300]"
+  # The budgets are those of the other part and the factorial's own.
+  other = sweep.FULL[1]
+  rows += [make_row(other, other.cells[1], 0, [0.3] * 3, 0.3)]
+  rows[-1]["curves"]["kl/budget"] = [3e-3] * 3
+  table = analysis.table(rows)
+  assert line_of(table, "0.001")[1] == "2, 2" and gain in table
+  assert line_of(table, "0.003")[1:3] == ["1, 0", "0.3"]
+  del rows[-1]
   # A cell that has fewer seeds says so, and is not chosen as the best.
   number = analysis.MEASURES["mean reward"]
   best_of = lambda rows: analysis.best_cell(

@@ -1,6 +1,6 @@
 """Tables and pictures of the KL budgets, from saved rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import pathlib
 from typing import Any
 
@@ -26,7 +26,7 @@ reward of the last third of the updates. Worst drop: of the 5-update running
 mean of the training reward from its earlier maximum. Largest KL: realised by
 one update, over all updates and seeds. Skipped steps: of all seeds. Realised /
 predicted KL: median [5 %, 95 %] over all updates of all seeds. Without a budget
-no KL is measured (-).
+no KL is measured (-). Differences are paired by seed.
 """
 
 
@@ -52,7 +52,23 @@ def table(rows: Sequence[Row]) -> str:
   for part, cells in curves.by_cell(rows, sweep.FULL).items():
     lines = [_line(cell, of_cell) for cell, of_cell in cells.items()]
     out += f"### {part}\n\n{curves.markdown(_HEAD, lines)}\n"
+    out += f"### {part}: annealed against the others\n\n{_annealed(cells)}\n"
   return out + _NOTES
+
+
+def _annealed(cells: Mapping[str, Sequence[Row]]) -> str:
+  """Differences of the budget that falls from the others, paired by seed."""
+  lines = []
+  for name in (name for name in cells if name.startswith("annealed")):
+    for other in (other for other in cells if other != name):
+      found = [
+          curves.paired(cells[name], cells[other], lambda row: None, number)
+          for number in (curves.tail_reward, curves.accuracy)
+      ]
+      label = f"annealed - {other}"
+      lines.append([label, len(found[0]), *map(curves.signed, found)])
+  head = ["difference", "seeds", "tail reward", "held-out accuracy"]
+  return curves.markdown(head, lines)
 
 
 def _line(cell: str, rows: Sequence[Row]) -> list[Any]:

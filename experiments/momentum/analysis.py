@@ -130,9 +130,50 @@ def table(rows: Sequence[Row]) -> str:
   for part, cells in parts.items():
     if part == "small":
       out += _factorial(cells) + _effects(cells) + _against_controls(cells)
+    elif part == "budgets":
+      out += _budgets(by_budget(rows))
     else:
       out += f"### {part}\n\n{_cells(cells)}\n"
   return out + _NOTES
+
+
+def by_budget(rows: Sequence[Row]) -> dict[float, dict[str, list[Row]]]:
+  """Rows of the cells that were run with several budgets.
+
+  Returns:
+    Budget, ascending, to basis to rows; that of the part `small` is one.
+  """
+  wanted = {factors(cell.overrides) for cell in sweep.BUDGETS}
+  found: dict[float, dict[str, list[Row]]] = {}
+  for row in rows:
+    levels = factors(row["overrides"])
+    if levels is None or row["part"] not in ("small", "budgets"):
+      continue
+    if levels in wanted:
+      budget = float(curves.curve(row, "kl/budget")[0])
+      found.setdefault(budget, {}).setdefault(levels.basis, []).append(row)
+  return dict(sorted(found.items()))
+
+
+def _budgets(found: dict[float, dict[str, list[Row]]]) -> str:
+  """One line a budget: both bases, and what momentum adds."""
+  before, after = "refreshed", "fixed, momentum"
+  lines = []
+  for budget, bases in found.items():
+    old, new = bases.get(before, []), bases.get(after, [])
+    line: list[Any] = [f"{budget:g}", f"{len(old)}, {len(new)}"]
+    for number in MEASURES.values():
+      gain = curves.paired(new, old, lambda row: None, number)
+      line += [curves.over_seeds(old, number), curves.over_seeds(new, number)]
+      line.append(curves.signed(gain))
+    lines.append(line)
+  head = ["KL budget", "seeds"]
+  for title in MEASURES:
+    head += [f"{title}: {before}", after, "difference"]
+  return (
+      "### small: rank 16, row_adam, by KL budget\n\n"
+      f"{curves.markdown(head, lines)}\n"
+  )
 
 
 def _factorial(cells: dict[str, list[Row]]) -> str:
@@ -227,25 +268,39 @@ def _against_controls(cells: dict[str, list[Row]]) -> str:
 def figure_of(rows: Sequence[Row]) -> Any:
   """The picture: the factorial as heat maps, and curves of telling cells."""
   parts = curves.by_cell(rows, sweep.FULL)
-  figure = curves.make_figure(13, 10)
-  panels = figure.subplots(2, 2)
-  for axes, (title, number) in zip(panels[0], MEASURES.items(), strict=True):
-    _draw_heat(axes, parts.get("small", {}), title, number)
-  small = [cell.name for cell in sweep.TELLING + sweep.CONTROLS[1:]]
-  wanted = {"small": small, "smollm2": [cell.name for cell in sweep.TELLING]}
-  for axes, (part, names) in zip(panels[1], wanted.items(), strict=True):
+  figure = curves.make_figure(15, 10)
+  panels = figure.subplot_mosaic("AAABBB;CCDDEE", height_ratios=(3, 2))
+  for axes, (title, number) in zip("AB", MEASURES.items(), strict=True):
+    _draw_heat(panels[axes], parts.get("small", {}), title, number)
+  logra, dense = sweep.TELLING[:-1], sweep.CONTROLS
+  names = [cell.name for cell in logra + dense]
+  for axes, part in zip("CE", ("small", "smollm2"), strict=True):
     cells = parts.get(part, {})
-    for name in names:
-      if name in cells:
-        values = [curves.curve(row, curves.REWARD) for row in cells[name]]
-        style = "--" if name.startswith("dense") else "-"
-        curves.plot_spread(axes, values, name, width=5, ls=style)
-    if axes.lines:
-      title = f"{part}: training reward, range over seeds"
-      curves.finish(axes, title, "update", "5-update means")
-    else:
-      axes.set_axis_off()
+    _draw_curves(
+        panels[axes],
+        f"{part}: telling cells",
+        {name: cells[name] for name in names if name in cells},
+    )
+  by_label = {
+      f"{basis}, {budget:g}": x
+      for budget, bases in by_budget(rows).items()
+      for basis, x in bases.items()
+      if basis in ("refreshed", "fixed, momentum")
+  }
+  _draw_curves(panels["D"], "small: rank 16, by KL budget", by_label)
   return figure
+
+
+def _draw_curves(axes: Any, title: str, cells: dict[str, list[Row]]) -> None:
+  """Training reward by update; dashed: dense, or of a refreshed basis."""
+  for name, rows in cells.items():
+    values = [curves.curve(row, curves.REWARD) for row in rows]
+    style = "--" if name.startswith(("dense", "refreshed")) else "-"
+    curves.plot_spread(axes, values, name, width=5, ls=style)
+  if cells:
+    curves.finish(axes, title, "update", "reward, 5-update means")
+  else:
+    axes.set_axis_off()
 
 
 def _draw_heat(
