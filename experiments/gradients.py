@@ -1,0 +1,332 @@
+"""Dense GRPO gradients at points of a training run, for experiments on them.
+
+A `Source` trains the run of a config up to a point, samples batches there and
+differentiates the learner's own loss by the seven projections, all as in
+`experiments.train`. What it made is kept in a folder, so that several
+experiments see the same gradients, and an interrupted one goes on.
+
+Arrays of the projections are a dict by path, `[n_layers, d_in, d_out]` float32:
+weights, gradients, and directions of a step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import os
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+
+from experiments import (
+    decoder,
+    evaluate,
+    grpo,
+    learner,
+    optimizers,
+    packing,
+    program,
+    progress,
+    sharding,
+    tasks,
+    train,
+    workdir,
+)
+from experiments import rollout as rollout_lib
+import logra_jax
+
+Arrays = dict[str, np.ndarray]
+
+# Batch 0 of a point has the prompts and the random key of this update of the
+# run: none that the run itself has seen.
+_FIRST = 1000
+
+
+def split(params: Any) -> dict[str, Any]:
+  """The seven projections' leaves of a parameter tree, by path."""
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  named = {
+      jax.tree_util.keystr(k, simple=True, separator="/"): x for k, x in leaves
+  }
+  wanted = logra_jax.DEFAULT_TARGETS
+  return {path: x for path, x in named.items() if re.fullmatch(wanted, path)}
+
+
+def join(params: Any, targets: dict[str, Any]) -> Any:
+  """`params` with what `split` gives of it replaced by `targets`."""
+
+  def one(key_path, leaf):
+    path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+    return targets.get(path, leaf)
+
+  return jax.tree_util.tree_map_with_path(one, params)
+
+
+def module_type(path: str) -> str:
+  """`q_proj` of `layers/attn/q_proj/kernel`."""
+  return path.split("/")[-2]
+
+
+def inner(a: Arrays, b: Arrays) -> float:
+  """The inner product over all projections, summed in blocks of float32."""
+  return float(sum(np.vdot(a[path], b[path]).astype(np.float64) for path in a))
+
+
+class _OfTargets:
+  """The model as a function of its projections alone; all else is fixed.
+
+  A frozen head is cheaper to differentiate through.
+  """
+
+  def __init__(self, model: decoder.Decoder, params: Any):
+    self._model, self._params = model, params
+
+  def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    params = join(self._params, variables["params"])
+    return self._model.apply({"params": params}, *args, **kwargs)
+
+
+def gradient_fn(
+    model: decoder.Decoder, config: ml_collections.ConfigDict
+) -> Callable[[Any, learner.Batch], dict[str, jax.Array]]:
+  """`(params, batch) -> gradients by path`, of the learner's loss; jitted."""
+  config = ml_collections.ConfigDict(config.to_dict())
+  config.kl.enabled = False
+
+  def keep(grads, state, params=None):
+    del state, params
+    return jax.tree.map(lambda _: None, grads), grads
+
+  # The learner's update, with gradients for its new state and no step.
+  keeper = optax.with_extra_args_support(
+      optax.GradientTransformation(lambda params: (), keep)
+  )
+
+  def gradients(params, batch):
+    step = learner.make_train_step(_OfTargets(model, params), keeper, config)
+    state = learner.TrainState(split(params), (), jnp.zeros((), jnp.int32))
+    return step(state, batch)[0].opt_state
+
+  return jax.jit(gradients)
+
+
+def kl_fn(
+    model: decoder.Decoder, config: ml_collections.ConfigDict
+) -> Callable[[Any, rollout_lib.Rollout, int, Arrays], jax.Array]:
+  """`(params, rollout, k, direction) -> KL` by `logra_jax.kl_probe`; jitted.
+
+  The KL is that of a step of the direction's own size, in nats per generated
+  token of the rollout, whose every k adjacent responses have one prompt.
+  """
+  n_new = config.rollout.max_new_tokens
+
+  def predict(params, rollout, k, direction):
+    fixed = _OfTargets(model, params)
+    probe = logra_jax.kl_probe(
+        lambda targets, x: packing.features(fixed, targets, x["packed"]),
+        split(params),
+        (),  # No sketches: the whole update is dense.
+        {
+            "packed": packing.pack(rollout, n_new, k),
+            "completion_mask": rollout.completion_mask[:, -n_new:],
+        },
+        head_fn=lambda targets, hidden: fixed.apply(
+            {"params": targets}, hidden, method="head"
+        ),
+        temperature=config.rollout.temperature,
+        chunk_size=config.loss.chunk,
+    )
+    return probe(direction)
+
+  return jax.jit(predict, static_argnums=2)
+
+
+def bases(
+    shapes: Mapping[str, Any],
+    rank: int,
+    distribution: str,
+    seed: int,
+    count: int = 0,
+) -> Arrays:
+  """The library's bases of an update, `[n_layers, rank, d_in]` by path.
+
+  Args:
+    shapes: the projections, or arrays like them.
+    rank: at most `d_in` rows are drawn.
+    distribution: as for `logra_jax.sketch`.
+    seed: likewise.
+    count: which update's.
+  """
+  tx = logra_jax.sketch(rank, distribution=distribution, seed=seed)
+  state = tx.init(dict(shapes))
+  keys = state.keys(jnp.int32(count))
+  return {t.path: np.asarray(t.basis(keys[t.path])) for t in state.plan.targets}
+
+
+def some_responses(
+    batch: learner.Batch, group: int, prompts: int, responses: int
+) -> rollout_lib.Rollout:
+  """The first responses to the first prompts of a batch with such groups."""
+  rows = np.arange(prompts * group).reshape(prompts, group)[:, :responses]
+  return jax.tree.map(lambda x: x[rows.reshape(-1)], batch.rollout)
+
+
+class Source:
+  """Batches and dense gradients at points of the run of one config."""
+
+  def __init__(
+      self,
+      config: ml_collections.ConfigDict,
+      folder: str | os.PathLike[str],
+      points: Sequence[int],
+      prompts: int,
+  ):
+    """Loads the model; trains the run, unless its points are there.
+
+    Args:
+      config: a config like `configs/quickstart.py`, of one device.
+      folder: where points, batches and gradients are kept; one config's own.
+      points: numbers of updates after which there will be batches, ascending.
+      prompts: of a batch at a point, at most those of an update; each has
+        `config.rollout.responses`.
+
+    Raises:
+      ValueError: a setting that cannot work, or the folder is another
+        config's.
+      FileNotFoundError: the model is not there.
+    """
+    train.check_config(config)
+    if not 1 <= prompts <= config.rollout.prompts:
+      raise ValueError(
+          f"prompts={prompts} must be between 1 and those of an update,"
+          f" config.rollout.prompts={config.rollout.prompts}"
+      )
+    self.config = config
+    self.folder = workdir.claim(folder, config)
+    loaded = train.load_model(config)
+    self.model = decoder.Decoder(loaded.config)
+    self._prompts = prompts
+    self._initial = loaded.params
+    self._tokenizer = loaded.tokenizer
+    self._task = tasks.make_task(config.task.name, config.task.seed)
+    self._gradient = gradient_fn(self.model, config)
+    if not all((self._point(point) / "params").exists() for point in points):
+      self._train(points)
+
+  def params(self, update: int) -> Any:
+    """The parameters after `update` updates of the run, one of the points."""
+    targets = load(self._point(update) / "params")
+    return join(self._initial, {k: jnp.asarray(x) for k, x in targets.items()})
+
+  def batch(self, params: Any, update: int, index: int) -> learner.Batch:
+    """Batch `index` at the point after `update` updates: new prompts, sampled.
+
+    Args:
+      params: the parameters at that point.
+      update: names the point.
+      index: of the batch, from 0; the prompts are the same at every point.
+    """
+    path = self._point(update) / f"batch-{index:02d}"
+    names = ("tokens", "valid", "completion_mask", "log_probs", "finished")
+    if not path.exists():
+      made = self._sample(params, _FIRST + index, self._prompts)
+      arrays = {name: vars(made.rollout)[name] for name in names}
+      save(path, {**arrays, "advantages": made.advantages})
+    arrays = load(path)
+    rollout = rollout_lib.Rollout(**{name: arrays[name] for name in names})
+    return learner.Batch(rollout, arrays["advantages"])
+
+  def gradient(self, params: Any, update: int, index: int) -> Arrays:
+    """The dense gradient of that batch's loss; arguments as for `batch`."""
+    path = self._point(update) / f"gradient-{index:02d}"
+    if not path.exists():
+      save(path, self._gradient(params, self.batch(params, update, index)))
+    return load(path)
+
+  def gradients_of(
+      self, params: Any, update: int, batches: int, path: str
+  ) -> list[np.ndarray]:
+    """One projection's gradient of each of the first batches at a point."""
+    found = []
+    for index in range(batches):
+      folder = self._point(update) / f"gradient-{index:02d}"
+      if not folder.exists():
+        self.gradient(params, update, index)
+      found.append(np.load(folder / _file(path)))
+    return found
+
+  def _point(self, update: int) -> pathlib.Path:
+    return self.folder / f"point-{update:02d}"
+
+  def _train(self, points: Sequence[int]) -> None:
+    """The run up to the last point; writes the weights at each."""
+    config = self.config
+    tx = optimizers.make_optimizer(config)
+    mesh = sharding.make_mesh(config.mesh)
+    # The state is donated; the loaded parameters are needed again.
+    params = jax.tree.map(jnp.copy, self._initial)
+    state = program.init_state(config, params, tx, mesh)
+    step = program.jit_update(self.model, tx, config, state, mesh)
+    for update in range(points[-1] + 1):
+      if update in points:
+        save(self._point(update) / "params", split(state.params))
+      if update < points[-1]:
+        batch = self._sample(state.params, update, config.rollout.prompts)
+        with jax.set_mesh(mesh):
+          state, _ = step(state, batch)
+
+  def _sample(self, params: Any, update: int, prompts: int) -> learner.Batch:
+    """The first prompts of an update of the run, with such weights."""
+    config, c = self.config, self.config.rollout
+    first = update * c.prompts
+    examples = [self._task.train(first + i) for i in range(prompts)]
+    tokens, valid = rollout_lib.pad_prompts(
+        evaluate.encode_prompts(self._tokenizer, examples),
+        c.max_prompt_tokens,
+        self._tokenizer.pad_id,
+    )
+    rollout = rollout_lib.generate(
+        self.model,
+        params,
+        tokens,
+        valid,
+        jax.random.fold_in(jax.random.key(config.seed), update),
+        max_new_tokens=c.max_new_tokens,
+        temperature=c.temperature,
+        eos_ids=self._tokenizer.eos_ids,
+        pad_id=self._tokenizer.pad_id,
+        group_size=c.responses,
+    )
+    rollout = sharding.fetch(rollout)
+    rewards = tasks.checked_rewards(
+        self._task,
+        [example for example in examples for _ in range(c.responses)],
+        evaluate.decode_completions(self._tokenizer, rollout),
+    )
+    progress.say(f"batch of update {update}: reward {np.mean(rewards):.3f}")
+    advantages = grpo.group_advantages(rewards, c.responses)
+    return learner.Batch(rollout, advantages)
+
+
+def save(path: pathlib.Path, arrays: dict[str, Any]) -> None:
+  """Writes a dict of arrays as a folder that appears only when complete."""
+  temporary = path.with_name(f".{path.name}")
+  shutil.rmtree(temporary, ignore_errors=True)
+  temporary.mkdir(parents=True)
+  for name, x in arrays.items():
+    np.save(temporary / _file(name), np.asarray(x))
+  os.replace(temporary, path)
+
+
+def load(path: pathlib.Path) -> Arrays:
+  """What `save` wrote."""
+  files = sorted(path.glob("*.npy"))
+  return {file.stem.replace(".", "/"): np.load(file) for file in files}
+
+
+def _file(name: str) -> str:
+  return f"{name.replace('/', '.')}.npy"
