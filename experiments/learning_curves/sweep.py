@@ -16,6 +16,17 @@ GRIDS = {
     "galore": (1e-4, 3e-4, 1e-3),
 }
 
+# Where the best of these was at the edge.
+FURTHER = {
+    "logra rank 4": (1e-3,),
+    "logra rank 16": (1e-3,),
+    "logra rank 256": (1e-5,),
+    "lora rank 4": (1e-2,),
+    "lora rank 256": (1e-4,),
+    "galore rank 16": (3e-3,),
+    "galore rank 64": (3e-3,),
+}
+
 
 def _method(name: str, rank: int | None) -> tuple[str, dict[str, Any]]:
   """Label and overrides."""
@@ -43,7 +54,10 @@ def _cells(labels: list[str], rates: int | None = None) -> tuple[Cell, ...]:
   for label in labels:
     values = METHODS[label]
     cells.append(Cell(f"{label}, budget", values))
-    for rate in GRIDS[values["optimizer.name"]][:rates]:
+    grid = GRIDS[values["optimizer.name"]]
+    if label in FURTHER:
+      grid += FURTHER[label]
+    for rate in grid[:rates]:
       free = {"kl.enabled": False, "optimizer.learning_rate": rate}
       cells.append(Cell(f"{label}, learning rate {rate:g}", values | free))
   return tuple(cells)

@@ -78,7 +78,7 @@ BUDGETS = tuple(
         _cell(16, "refreshed", "row_adam"),
         _cell(16, "fixed, momentum", "row_adam"),
     )
-    for budget in (3e-4, 3e-3, 1e-2)
+    for budget in (3e-4, 3e-3, 1e-2, 3e-2)
 )
 
 FULL = (

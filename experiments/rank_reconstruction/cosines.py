@@ -42,13 +42,12 @@ def of_sketch(basis: np.ndarray, gradient: np.ndarray, method: str) -> Products:
   projection on A's rows: both are `⟨S, (A Aᵀ)⁻¹ S⟩`.
   """
   sketch = (basis @ gradient).astype(np.float64)
-  wide = basis.astype(np.float64)
-  gram = wide @ wide.swapaxes(-1, -2)
+  gram = _gram(basis)
   if method == "plain":
     inner = _dot(sketch, sketch)
     reconstruction = _dot(sketch, gram @ sketch)
   else:
-    inner = reconstruction = _dot(sketch, np.linalg.solve(gram, sketch))
+    inner = reconstruction = _dot(sketch, np.linalg.inv(gram) @ sketch)
   return Products(inner, reconstruction, _dot(gradient, gradient))
 
 
@@ -58,7 +57,8 @@ def reconstruct(
   """`Aᵀ S`, or `Aᵀ (A Aᵀ)⁻¹ S` by least squares."""
   sketch = basis @ gradient
   if method == "least_squares":
-    sketch = np.linalg.solve(basis @ basis.swapaxes(-1, -2), sketch)
+    inverse = np.linalg.inv(_gram(basis)).astype(np.float32)
+    sketch = inverse @ sketch
   return basis.swapaxes(-1, -2) @ sketch
 
 
@@ -77,6 +77,12 @@ def predicted(rank: float | np.ndarray, d_in: int, method: str) -> np.ndarray:
   if method == "plain":
     return np.sqrt(rank / (rank + d_in))
   return np.sqrt(rank / d_in)
+
+
+def _gram(basis: np.ndarray) -> np.ndarray:
+  """`A Aᵀ [L, r, r]` in float64."""
+  wide = basis.astype(np.float64)
+  return wide @ wide.swapaxes(-1, -2)
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
