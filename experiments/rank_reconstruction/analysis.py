@@ -10,6 +10,7 @@ from experiments import extras
 from experiments.gradient_sweeps import Row
 from experiments.rank_reconstruction import cosines, sweep
 
+BASES = ("one", "fixed", "refreshed")
 _LABELS = {"plain": "AᵀS", "least_squares": "least squares"}
 _NOTES = """\
 Mean over layers, modules and points (smallest to largest of them); predicted:
@@ -28,18 +29,23 @@ def select(rows: Iterable[Row], **wanted: Any) -> list[Row]:
 
 def layers(rows: Iterable[Row], basis: str) -> np.ndarray:
   """All cosines of single kernels, float64, flat."""
-  found = [x for row in rows for one in row["cosine"][basis] for x in one]
+  found = [
+      x for row in rows for one in row["cosine"].get(basis, []) for x in one
+  ]
   return np.asarray(found, np.float64)
 
 
-def of_all(rows: Sequence[Row], basis: str) -> float:
+def of_all(rows: Sequence[Row], basis: str) -> str:
   """The cosine of all kernels as one vector, mean over points and batches."""
+  rows = [row for row in rows if basis in row["products"]]
+  if not rows:
+    return "-"
   found = []
   for point in sorted({row["point"] for row in rows}):
     products = [r["products"][basis] for r in select(rows, point=point)]
     inner, rebuilt, gradient = np.sum(products, axis=0).T  # By batch.
     found.extend(inner / np.sqrt(rebuilt * gradient))
-  return float(np.mean(found))
+  return f"{np.mean(found):.3f}"
 
 
 def prediction(rows: Iterable[Row]) -> float:
@@ -76,17 +82,19 @@ def table(rows: Sequence[Row]) -> str:
   for distribution, method in settings(rows):
     for rank in ranks(rows):
       some = select(rows, distribution=distribution, method=method, rank=rank)
-      gap = np.abs(layers(some, "refreshed") - layers(some, "fixed")).max()
       cells = [distribution, _LABELS[method], str(rank)]
       cells.append(f"{prediction(some):.3f}")
-      cells += [_range(layers(some, x)) for x in ("one", "fixed", "refreshed")]
-      cells.append(f"{gap:.3f}")
-      cells += [f"{of_all(some, x):.3f}" for x in ("one", "fixed", "refreshed")]
+      cells += [_range(layers(some, x)) for x in BASES]
+      gaps = np.abs(layers(some, "refreshed") - layers(some, "fixed"))
+      cells.append(f"{gaps.max():.3f}" if gaps.size else "-")
+      cells += [of_all(some, x) for x in BASES]
       lines.append(f"| {' | '.join(cells)} |")
   return "\n".join([*lines, "", *_by_module(rows), "", _NOTES])
 
 
 def _range(values: np.ndarray) -> str:
+  if not values.size:
+    return "-"
   low, high = values.min(), values.max()
   return f"{values.mean():.3f} ({low:.3f} to {high:.3f})"
 

@@ -4,6 +4,7 @@ Matrices come in stacks of layers: gradients `G [L, d_in, d_out]`, bases
 `A [L, r, d_in]`, sketches `S = A G [L, r, d_out]`, all float32.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,14 +53,16 @@ def of_sketch(basis: np.ndarray, gradient: np.ndarray, method: str) -> Products:
 
 
 def reconstruct(
-    basis: np.ndarray, gradient: np.ndarray, method: str
+    bases: Sequence[np.ndarray], gradients: Sequence[np.ndarray], method: str
 ) -> np.ndarray:
-  """`Aᵀ S`, or `Aᵀ (A Aᵀ)⁻¹ S` by least squares."""
-  sketch = basis @ gradient
+  """`Σ_t A_tᵀ S_t`, or `Σ_t A_tᵀ (A_t A_tᵀ)⁻¹ S_t` by least squares."""
+  factors = [a @ g for a, g in zip(bases, gradients, strict=True)]
   if method == "least_squares":
-    inverse = np.linalg.inv(_gram(basis)).astype(np.float32)
-    sketch = inverse @ sketch
-  return basis.swapaxes(-1, -2) @ sketch
+    inverses = [np.linalg.inv(_gram(a)).astype(np.float32) for a in bases]
+    factors = [x @ s for x, s in zip(inverses, factors, strict=True)]
+  # One product: the sum over t is one over more rows.
+  basis = np.concatenate(bases, axis=-2)
+  return basis.swapaxes(-1, -2) @ np.concatenate(factors, axis=-2)
 
 
 def of_arrays(reconstruction: np.ndarray, gradient: np.ndarray) -> Products:

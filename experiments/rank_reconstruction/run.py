@@ -35,7 +35,7 @@ def measure(
       for distribution, rank in wanted:
         bases = [
             gradients.bases({path: weights}, rank, distribution, _SEED, i)[path]
-            for i in range(sweep.batches)
+            for i in range(sweep.n_bases(distribution))
         ]
         for method in cosines.methods(distribution):
           what = (point, module, distribution, rank)
@@ -61,7 +61,7 @@ def compare(
   """Gradients beside their reconstructions.
 
   Args:
-    bases: one for each batch of the window.
+    bases: one for each batch of the window, or for the first ones only.
     window: the batches' gradients.
     total: their sum.
     singles: how many of them are looked at by themselves.
@@ -69,19 +69,17 @@ def compare(
 
   Returns:
     `one`: of the first batches' gradients, each with a basis of its own;
-    `fixed` and `refreshed`: of the sum, with the first basis for all batches,
-    or one for each.
+    with a basis for each, `fixed` and `refreshed`: of the sum, with the first
+    basis for all batches, or each with its own.
   """
   of_sketch = functools.partial(cosines.of_sketch, method=method)
-  pairs = list(zip(bases, window, strict=True))
-  rebuilt = np.zeros_like(total)
-  for basis, gradient in pairs:
-    rebuilt += cosines.reconstruct(basis, gradient, method)
-  return {
-      "one": [of_sketch(*pair) for pair in pairs[:singles]],
-      "fixed": [of_sketch(bases[0], total)],
-      "refreshed": [cosines.of_arrays(rebuilt, total)],
-  }
+  pairs = list(zip(bases, window, strict=False))[:singles]
+  found = {"one": [of_sketch(*pair) for pair in pairs]}
+  if len(bases) == len(window):
+    rebuilt = cosines.reconstruct(bases, window, method)
+    found["fixed"] = [of_sketch(bases[0], total)]
+    found["refreshed"] = [cosines.of_arrays(rebuilt, total)]
+  return found
 
 
 def numbers(found: dict[str, list[Products]]) -> Row:
