@@ -281,26 +281,26 @@ def figure_of(rows: Sequence[Row]) -> Any:
         f"{part}: telling cells",
         {name: cells[name] for name in names if name in cells},
     )
-  by_label = {
-      f"{basis}, {budget:g}": x
-      for budget, bases in by_budget(rows).items()
-      for basis, x in bases.items()
-      if basis in ("refreshed", "fixed, momentum")
-  }
-  _draw_curves(panels["D"], "small: rank 16, by KL budget", by_label)
+  for i, (budget, bases) in enumerate(by_budget(rows).items()):
+    of_budget = {
+        f"{basis}, {budget:g}": bases[basis]
+        for basis in ("refreshed", "fixed, momentum")
+        if basis in bases
+    }
+    title = "small: rank 16, by KL budget"
+    _draw_curves(panels["D"], title, of_budget, color=f"C{i}")
   return figure
 
 
-def _draw_curves(axes: Any, title: str, cells: dict[str, list[Row]]) -> None:
+def _draw_curves(
+    axes: Any, title: str, cells: dict[str, list[Row]], **style: Any
+) -> None:
   """Training reward by update; dashed: dense, or of a refreshed basis."""
   for name, rows in cells.items():
     values = [curves.curve(row, curves.REWARD) for row in rows]
-    style = "--" if name.startswith(("dense", "refreshed")) else "-"
-    curves.plot_spread(axes, values, name, width=5, ls=style)
-  if cells:
-    curves.finish(axes, title, "update", "reward, 5-update means")
-  else:
-    axes.set_axis_off()
+    line = "--" if name.startswith(("dense", "refreshed")) else "-"
+    curves.plot_spread(axes, values, name, width=5, ls=line, **style)
+  curves.finish(axes, title, "update", "reward, 5-update means")
 
 
 def _draw_heat(
