@@ -130,7 +130,7 @@ def test_tables_of_rows_made_by_hand(tmp_path):
   text = analysis.table(rows)
   # √(4 / 64) = 0.25
   assert "| rademacher | AᵀS | 4 | 0.250 | 0.300 (0.200 to 0.400) |" in text
-  assert "| 0.050 | 0.382 |" in text
+  assert "| +0.000 | +0.050 | 0.382 |" in text
   assert "| q_proj | 60 | 0.200, 0.250 |" in text
   analysis.draw(rows, tmp_path)
   assert (tmp_path / "rank_reconstruction.png").stat().st_size > 1000

@@ -10,6 +10,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from experiments import (
@@ -62,7 +63,7 @@ def test_a_run_trains_the_targets_and_only_them(finished):
   assert changed == {name for name in before if "_proj" in name}
 
 
-def test_a_run_leaves_a_record_a_picture_and_checkpoints(finished):
+def test_a_run_leaves_a_record_and_checkpoints(finished):
   workdir, result = finished
   rows = metrics.read_rows(workdir / "metrics.jsonl")
   updates, rewards = metrics.column(rows, "train/reward")
@@ -70,7 +71,9 @@ def test_a_run_leaves_a_record_a_picture_and_checkpoints(finished):
   assert all(0 <= reward <= 1 for reward in rewards)
   # Before, at the third (config.evaluate.every) and at the end.
   assert sorted(result.accuracy) == [0, 3, 4]
-  assert (workdir / "run.png").exists()
+  norms = metrics.column(rows, "eval/weight_norm")[1]
+  expected = float(optax.tree.norm(result.state.params))
+  np.testing.assert_allclose(norms[-1], expected, rtol=1e-5)
   assert checkpoints.Checkpoints(workdir / "checkpoints").updates() == [2, 4]
   lengths = metrics.column(rows, "rollout/length")[1]
   assert all(1 <= length <= 2 for length in lengths)  # Tokens.
@@ -233,6 +236,7 @@ def test_a_run_that_was_killed_ends_bit_equal_to_one_that_was_not(tmp_path):
   process = _start(undisturbed)
   output, _ = process.communicate()
   assert process.returncode == 0, output
+  assert (undisturbed / "run.png").exists()
 
   workdir = tmp_path / "killed"
   process = _start(workdir)
