@@ -3,11 +3,11 @@
   python -m experiments.small_model --out=.cache/small-adder
 
 RL needs a policy that is right now and then. A model of two layers is first
-taught two-digit sums by next-token prediction on the training pairs of the task
-`addition:2`, where seven of ten answers forget the carry (38 + 45 = 73): like a
-language model, it then knows more than it mostly says. About half of its sampled
-answers are right. Experiments of many runs start from it. Held-out sums are seen
-by neither.
+taught two-digit sums by next-token prediction on the training pairs of the
+task `addition:2`, where seven of ten answers forget the carry (38 + 45 = 73):
+like a language model, it then knows more than it mostly says. About half of
+its sampled answers are right. Experiments of many runs start from it. Held-out
+sums are seen by neither.
 
 Cost: two minutes on two CPU cores, once.
 """

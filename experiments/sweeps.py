@@ -169,7 +169,8 @@ def append(out: pathlib.Path, rows: Sequence[Row]) -> None:
   with (out / ROWS).open("a") as file:
     for row in rows:
       file.write(json.dumps(row) + "\n")
-  machine = bench.machine() | {"command": " ".join(sys.orig_argv[1:])}
+  command = " ".join(["python", *sys.orig_argv[1:]])
+  machine = bench.machine() | {"command": command}
   (out / _MACHINE).write_text(json.dumps(machine, indent=2) + "\n")
 
 

@@ -9,7 +9,7 @@ from experiments.sweeps import Cell, Part
 
 RANKS = (4, 16, 64, 256)
 # Learning rates without a budget.
-GRIDS = {
+GRIDS: dict[str, tuple[float, ...]] = {
     "logra": (3e-5, 1e-4, 3e-4),
     "dense_adam": (3e-5, 1e-4, 3e-4),
     "lora": (3e-4, 1e-3, 3e-3),
@@ -17,7 +17,7 @@ GRIDS = {
 }
 
 # Where the best of these was at the edge.
-FURTHER = {
+FURTHER: dict[str, tuple[float, ...]] = {
     "logra rank 4": (1e-3,),
     "logra rank 16": (1e-3,),
     "logra rank 256": (1e-5,),

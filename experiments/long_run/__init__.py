@@ -5,6 +5,6 @@ and held-out accuracy do over a run of the published length.
 
 Command: python -m experiments.long_run.run --out=docs/results/long_run
   (`--small`: one cell, 24 updates; `--redraw`: from the rows that are there)
-Cost: four runs of 1,200 updates of the small model, some minutes each on two
+Cost: two runs of 1,200 updates of the small model, some minutes each on two
   CPU cores.
 """

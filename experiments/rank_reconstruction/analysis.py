@@ -15,10 +15,11 @@ _LABELS = {"plain": "AᵀS", "least_squares": "least squares"}
 _NOTES = """\
 Mean over layers, modules and points (smallest to largest of them); predicted:
 √(r/(r+d_in)) for AᵀS and √(r/d_in) for least squares, which is what AᵀS is for
-orthonormal rows. One: a gradient of one batch. Fixed, refreshed: the sum of the
-window's gradients, with one basis for all of them or one for each. All: the
-cosine of all kernels' gradients as one vector, mean over points. Difference:
-refreshed - fixed, of single kernels (layer, module, point).
+orthonormal rows. One: a gradient of one batch, with a basis of its own. Fixed,
+refreshed: the sum of the window's gradients, with one basis for all of them or
+one for each. Differences: the largest in size of any module's mean over layers
+at any point. All: the cosine of all kernels' gradients as one vector, mean over
+points.
 """
 
 
@@ -46,6 +47,16 @@ def of_all(rows: Sequence[Row], basis: str) -> str:
     inner, rebuilt, gradient = np.sum(products, axis=0).T  # By batch.
     found.extend(inner / np.sqrt(rebuilt * gradient))
   return f"{np.mean(found):.3f}"
+
+
+def gap(rows: Sequence[Row], basis: str, other: str) -> str:
+  """The largest difference of two means over the layers of a row."""
+  found = [
+      float(layers([row], basis).mean() - layers([row], other).mean())
+      for row in rows
+      if basis in row["cosine"] and other in row["cosine"]
+  ]
+  return f"{max(found, key=abs):+.3f}" if found else "-"
 
 
 def prediction(rows: Iterable[Row]) -> float:
@@ -76,8 +87,9 @@ def table(rows: Sequence[Row]) -> str:
   """Cosines by basis, method and rank; and by module for AᵀS."""
   lines = [
       "| basis | method | rank | predicted | one | fixed | refreshed |"
-      " difference, largest | all: one | all: fixed | all: refreshed |",
-      "|---" * 11 + "|",
+      " fixed - one | refreshed - fixed | all: one | all: fixed |"
+      " all: refreshed |",
+      "|---" * 12 + "|",
   ]
   for distribution, method in settings(rows):
     for rank in ranks(rows):
@@ -85,8 +97,7 @@ def table(rows: Sequence[Row]) -> str:
       cells = [distribution, _LABELS[method], str(rank)]
       cells.append(f"{prediction(some):.3f}")
       cells += [_range(layers(some, x)) for x in BASES]
-      gaps = np.abs(layers(some, "refreshed") - layers(some, "fixed"))
-      cells.append(f"{gaps.max():.3f}" if gaps.size else "-")
+      cells += [gap(some, "fixed", "one"), gap(some, "refreshed", "fixed")]
       cells += [of_all(some, x) for x in BASES]
       lines.append(f"| {' | '.join(cells)} |")
   return "\n".join([*lines, "", *_by_module(rows), "", _NOTES])
@@ -131,7 +142,8 @@ def figure_of(rows: Sequence[Row]) -> Any:
   plain = select(rows, distribution="rademacher", method="plain")
   for basis in ("fixed", "refreshed"):
     _line(over_window, plain, basis, basis)
-  by_width.set(title="Rademacher, one batch, by width", ylabel="cosine")
+  by_width.set(title="Rademacher, one batch (lines: predicted)")
+  by_width.set(ylabel="cosine")
   by_basis.set(title="one batch, mean over kernels")
   over_window.set(title="Rademacher AᵀS, sum over a window")
   for axes in (by_width, by_basis, over_window):

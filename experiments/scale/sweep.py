@@ -47,7 +47,7 @@ _DENSE = "dense_adam-r256-float32-adam"
 _AS_PUBLISHED = "logra-r256-float32-adam"
 _OURS = "logra-r256-bfloat16-frozen"
 
-MEMORY = (
+MEMORY: tuple[Memory, ...] = (
     Memory(
         "1.5B, dense Adam, storage as published",
         None,
@@ -99,7 +99,7 @@ MEMORY = (
     ),
 )
 
-TIME = (
+TIME: tuple[Time, ...] = (
     Time(
         "7B, dense Adam",
         "1.018 (25.73 against 25.28 an hour)",
@@ -114,11 +114,11 @@ TIME = (
 SMALL_MODEL = "smollm2-135m"
 SMALL_TARGET = "cpu:2"
 SMALL_RANK = 16
-SMALL_MEMORY = (
+SMALL_MEMORY: tuple[Memory, ...] = (
     Memory(
         "135M on two CPU devices, dense Adam", None, None, "dense_adam", "logra"
     ),
 )
-SMALL_TIME = (
+SMALL_TIME: tuple[Time, ...] = (
     Time("two layers", "-", ("dense_adam", None), ("logra", SMALL_RANK)),
 )
