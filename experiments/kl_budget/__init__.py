@@ -7,5 +7,5 @@ predicted to cost is the KL that it cost.
 Command: python -m experiments.kl_budget.run --out=docs/results/kl_budget
   (`--small`: two cells, six updates; `--redraw`: from the rows that are there)
 Cost: the small model 35 runs of 60 updates, half a minute each on two CPU
-  cores; SmolLM2-135M 10 runs of 15 updates, some minutes each.
+  cores; SmolLM2-135M 10 runs of 10 updates, some minutes each.
 """

@@ -9,7 +9,7 @@ Command: python -m experiments.learning_curves.run \
     --out=docs/results/learning_curves
   (`--small`: two methods, six updates; `--redraw`: from the rows that are
   there, and from `memory.json` if it is there)
-Cost: 165 runs of 30 updates of the small model, half a minute each on two CPU
+Cost: 153 runs of 30 updates of the small model, half a minute each on two CPU
   cores, less for all seeds of a cell but the first; memory: 22 compilations of
   ten seconds.
 """

@@ -7,7 +7,7 @@ the same budget and data.
 Command: python -m experiments.momentum.run --out=docs/results/momentum
   (`--small`: three cells, six updates; `--redraw`: from the rows that are
   there)
-Cost: the small model 235 runs of 30 updates, half a minute each on two CPU
-  cores, less for all seeds of a cell but the first; SmolLM2-135M 10 runs of 15
+Cost: the small model 275 runs of 30 updates, half a minute each on two CPU
+  cores, less for all seeds of a cell but the first; SmolLM2-135M 8 runs of 10
   updates, some minutes each.
 """
