@@ -149,37 +149,31 @@ def test_momentum():
 def test_learning_curves():
   sweep, analysis = sweep_of("learning_curves"), analysis_of("learning_curves")
   part = sweep.FULL[0]
-  # Of the rates of rank 16 the second is the best, of dense Adam the last.
-  reward = {"1e-4": 0.6, "1e-3": 0.5}
+  # Of LoGRA's rates the second is the best, of dense Adam's the last.
+  tails = {"dense_adam": (0.0, 0.05, 0.1), "logra rank 16": (0.5, 0.6, 0.2)}
   rows = []
-  for cell in part.cells:
-    rate = cell.overrides.get("optimizer.learning_rate")
-    value = 0.3
-    if rate is not None and cell.name.startswith("dense"):
-      value = rate * 100
-    elif rate is not None:
-      value = {1e-4: reward["1e-4"], 1e-3: reward["1e-3"]}.get(rate, 0.2)
-    rows.append(make_row(part, cell, 0, [0.0, 0.0, value]))
+  for label, values in tails.items():
+    cell = sweeps.Cell(f"{label}, budget", {})
+    rows.append(make_row(part, cell, 0, [0.0, 0.0, 0.3]))
+    for rate, value in zip((1e-4, 3e-4, 1e-3), values, strict=True):
+      free = {"kl.enabled": False, "optimizer.learning_rate": rate}
+      cell = sweeps.Cell(f"{label}, learning rate {rate:g}", free)
+      rows.append(make_row(part, cell, 0, [0.0, 0.0, value]))
   runs = analysis.methods(rows)
-  assert list(runs) == list(sweep.METHODS)
-  assert runs["logra rank 16"].best_rate() == 1e-4
-  assert not runs["logra rank 16"].at_edge(1e-4)
+  assert list(runs) == ["dense_adam", "logra rank 16"]
+  assert runs["logra rank 16"].best_rate() == 3e-4
+  assert not runs["logra rank 16"].at_edge(3e-4)
   assert runs["dense_adam"].best_rate() == 1e-3
-  sizes = {
-      "dense_adam": {
-          x: {"peak_bytes": 3 << 19} for x in ("budget", "no budget")
-      }
-  }
-  table = analysis.table(rows, sizes)
+  both = {budget: {"peak_bytes": 3 << 19} for budget in memory.BUDGETS}
+  table = analysis.table(rows, {"dense_adam": both})
+  edge = "none, learning rate 0.001 (edge of the grid)"
+  assert f"| dense_adam | {edge} | 1 | 0.0333 | 0.1 |" in table
   assert (
-      "| dense_adam | none, learning rate 0.001 (edge of the grid) |" in table
-  )
-  assert (
-      "| logra rank 16 | none, learning rate 0.0001 | 1 | 0.2 | 0.6 |" in table
+      "| logra rank 16 | none, learning rate 0.0003 | 1 | 0.2 | 0.6 |" in table
   )
   assert "| dense_adam | 1e-3 | 1 | 0.1 | 0.3 | 0.5 | 3.000 | 1.5 |" in table
   # Means of three updates: 0.3 / 3 both; 0.6 / 3 against 0.1 / 3.
-  found = line_of(table, "lora rank 16 - dense_adam")[1:]
+  found = line_of(table, "logra rank 16 - dense_adam")[1:]
   assert found == ["+0.000", "+0.000", "+0.167", "+0.000"]
 
 
