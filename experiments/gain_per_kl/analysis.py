@@ -163,16 +163,19 @@ def figure_of(rows: Sequence[Row]) -> Any:
         y + 0.2 * (i - (len(at) - 1) / 2),
         f"{point} updates",
     )
-  _draw(right, [ratio(rows, name, at) for name in found], y, "mean of points")
+  _draw(right, [ratio(rows, name, at) for name in found], y, "")
   right.axvline(1.0, color="black", linewidth=0.8)
   left.axvline(0.0, color="black", linewidth=0.8)
   left.set(title="held-out gain per √(2 KL)", xlabel="gain per √nat")
-  right.set(title="relative to the dense gradient", xlabel="ratio")
+  right.set(
+      title="relative to the dense gradient", xlabel="ratio, mean of points"
+  )
   left.set_yticks(y, found)
   left.invert_yaxis()
   for axes in (left, right):
     axes.grid(alpha=0.3)
-    axes.legend()
+  # Within the axes it would hide intervals.
+  left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(at))
   return figure
 
 

@@ -65,6 +65,7 @@ TELLING = (
     CONTROLS[0],
 )
 
+
 def _at(cell: Cell, budget: float) -> Cell:
   values = {"kl.budget": budget, "kl.final_budget": budget}
   return Cell(f"{cell.name}, budget {budget:g}", {**cell.overrides, **values})
