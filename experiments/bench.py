@@ -29,7 +29,14 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from experiments import extras, learner, models, optimizers, program, sharding
+from experiments import (
+    learner,
+    models,
+    optimizers,
+    plots,
+    program,
+    sharding,
+)
 from experiments.configs import quickstart
 from experiments.decoder import Decoder, DecoderConfig
 from experiments.rollout import Rollout
@@ -326,11 +333,8 @@ def table(found: dict[str, Any]) -> str:
 
 def figure_of(found: dict[str, Any]) -> Any:
   """A saved measurement as bars: median, quartiles, and what to reach."""
-  figure_module = extras.require("matplotlib.figure", "train")
   results, baseline = found["rows"], found["rows"][0]
-  figure = figure_module.Figure(
-      figsize=(8, 1.2 + 0.35 * len(results)), layout="constrained"
-  )
+  figure = plots.make_figure(8, 1.2 + 0.35 * len(results))
   axes = figure.subplots()
   for i, result in enumerate(results):
     at = np.percentile(result["seconds"], [25, 50, 75])
@@ -431,9 +435,8 @@ def growth(grid: Grid, *, repeats: int, seed: int) -> list[dict[str, Any]]:
 
 def growth_figure(results: Sequence[dict[str, Any]]) -> Any:
   """Results of `growth`: time to the left, temporaries to the right."""
-  figure_module = extras.require("matplotlib.figure", "train")
   names = list(dict.fromkeys(result["axis"] for result in results))
-  figure = figure_module.Figure(figsize=(11, 7), layout="constrained")
+  figure = plots.make_figure(11, 7)
   panels = figure.subplots(2, 2).reshape(-1)
   for axes, name in zip(panels, names, strict=True):
     memory = axes.twinx()

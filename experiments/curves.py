@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import extras, statistics, sweeps
+from experiments import statistics, sweeps
 from experiments.statistics import Interval
 
 REWARD = "train/reward"
@@ -186,13 +186,6 @@ def markdown(
   rows = [list(head), ["---"] * len(head)]
   rows += [[text(entry) for entry in line] for line in lines]
   return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def make_figure(width: float, height: float) -> Any:
-  """An empty matplotlib `Figure` of that many inches."""
-  # A Figure of its own needs no display and leaves pyplot's state alone.
-  module = extras.require("matplotlib.figure", "train")
-  return module.Figure(figsize=(width, height), layout="constrained")
 
 
 def plot_spread(

@@ -47,6 +47,71 @@ def decode_completions(
   ]
 
 
+def respond(
+    model: decoder.Decoder,
+    params: PyTree,
+    tokenizer: Tokenizer,
+    examples: Sequence[tasks.Example],
+    key: jax.Array,
+    *,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    temperature: float,
+    group_size: int = 1,
+) -> rollout_lib.Rollout:
+  """Responses to the examples' prompts; arguments as for `rollout.generate`.
+
+  Args:
+    model: the decoder.
+    params: its parameters.
+    tokenizer: the model's tokenizer.
+    examples: one per prompt.
+    key: a `jax.random` key.
+    max_prompt_tokens: length that prompts are padded to.
+    max_new_tokens: limit of a response in tokens.
+    temperature: 0 is greedy decoding.
+    group_size: responses to each prompt; they are adjacent.
+
+  Returns:
+    A rollout of `len(examples) * group_size` responses.
+
+  Raises:
+    ValueError: a prompt is longer than `max_prompt_tokens`.
+  """
+  tokens, valid = rollout_lib.pad_prompts(
+      encode_prompts(tokenizer, examples), max_prompt_tokens, tokenizer.pad_id
+  )
+  return rollout_lib.generate(
+      model,
+      params,
+      tokens,
+      valid,
+      key,
+      max_new_tokens=max_new_tokens,
+      temperature=temperature,
+      eos_ids=tokenizer.eos_ids,
+      pad_id=tokenizer.pad_id,
+      group_size=group_size,
+  )
+
+
+def score(
+    task: tasks.Task,
+    tokenizer: Tokenizer,
+    examples: Sequence[tasks.Example],
+    rollout: rollout_lib.Rollout,
+) -> tuple[list[str], np.ndarray]:
+  """Text and reward of each response of `respond`.
+
+  Returns:
+    The completions, and `[len(completions)]` float32 rewards.
+  """
+  completions = decode_completions(tokenizer, rollout)
+  n = len(completions) // len(examples)
+  repeated = [example for example in examples for _ in range(n)]
+  return completions, tasks.checked_rewards(task, repeated, completions)
+
+
 def evaluate(
     model: decoder.Decoder,
     params: PyTree,
@@ -77,30 +142,27 @@ def evaluate(
     ValueError: a prompt is longer than `max_prompt_tokens`.
   """
   examples = task.heldout()[:max_prompts]
-  prompts = encode_prompts(tokenizer, examples)
-  tokens, valid = rollout_lib.pad_prompts(
-      prompts, max_prompt_tokens, tokenizer.pad_id
-  )
-  rollout = rollout_lib.generate(
+  rollout = respond(
       model,
       params,
-      tokens,
-      valid,
+      tokenizer,
+      examples,
       jax.random.key(0),  # Greedy decoding draws nothing.
+      max_prompt_tokens=max_prompt_tokens,
       max_new_tokens=max_new_tokens,
       temperature=0.0,
-      eos_ids=tokenizer.eos_ids,
-      pad_id=tokenizer.pad_id,
   )
   rollout = sharding.fetch(rollout)
-  completions = decode_completions(tokenizer, rollout)
-  rewards = tasks.checked_rewards(task, examples, completions)
+  completions, rewards = score(task, tokenizer, examples, rollout)
   metrics = {
       "accuracy": float(np.mean(rewards)),
       "length": float(np.mean(np.sum(rollout.completion_mask, axis=1))),
       "finished": float(np.mean(rollout.finished)),
   }
-  texts = [tokenizer.decode(ids, skip_special=False) for ids in prompts]
+  texts = [
+      tokenizer.decode(ids, skip_special=False)
+      for ids in encode_prompts(tokenizer, examples)
+  ]
   samples = map(Sample, texts, completions, map(float, rewards))
   return metrics, list(samples)
 

@@ -49,9 +49,7 @@ _FIRST = 1000
 def split(params: Any) -> dict[str, Any]:
   """The seven projections' leaves of a parameter tree, by path."""
   leaves = jax.tree_util.tree_leaves_with_path(params)
-  named = {
-      jax.tree_util.keystr(k, simple=True, separator="/"): x for k, x in leaves
-  }
+  named = {sharding.path_of(key_path): x for key_path, x in leaves}
   wanted = logra_jax.DEFAULT_TARGETS
   return {path: x for path, x in named.items() if re.fullmatch(wanted, path)}
 
@@ -60,8 +58,7 @@ def join(params: Any, targets: dict[str, Any]) -> Any:
   """`params` with what `split` gives of it replaced by `targets`."""
 
   def one(key_path, leaf):
-    path = jax.tree_util.keystr(key_path, simple=True, separator="/")
-    return targets.get(path, leaf)
+    return targets.get(sharding.path_of(key_path), leaf)
 
   return jax.tree_util.tree_map_with_path(one, params)
 
@@ -284,29 +281,11 @@ class Source:
     config, c = self.config, self.config.rollout
     first = update * c.prompts
     examples = [self._task.train(first + i) for i in range(prompts)]
-    tokens, valid = rollout_lib.pad_prompts(
-        evaluate.encode_prompts(self._tokenizer, examples),
-        c.max_prompt_tokens,
-        self._tokenizer.pad_id,
-    )
-    rollout = rollout_lib.generate(
-        self.model,
-        params,
-        tokens,
-        valid,
-        jax.random.fold_in(jax.random.key(config.seed), update),
-        max_new_tokens=c.max_new_tokens,
-        temperature=c.temperature,
-        eos_ids=self._tokenizer.eos_ids,
-        pad_id=self._tokenizer.pad_id,
-        group_size=c.responses,
+    rollout = train.sample(
+        config, self.model, params, self._tokenizer, examples, update
     )
     rollout = sharding.fetch(rollout)
-    rewards = tasks.checked_rewards(
-        self._task,
-        [example for example in examples for _ in range(c.responses)],
-        evaluate.decode_completions(self._tokenizer, rollout),
-    )
+    _, rewards = evaluate.score(self._task, self._tokenizer, examples, rollout)
     progress.say(f"batch of update {update}: reward {np.mean(rewards):.3f}")
     advantages = grpo.group_advantages(rewards, c.responses)
     return learner.Batch(rollout, advantages)

@@ -14,6 +14,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from experiments import sharding
 import logra_jax
 
 PyTree = Any
@@ -112,7 +113,7 @@ def wrap(params: PyTree, rank: int, alpha: float, seed: int) -> PyTree:
 
   def adapt(key_path, kernel):
     nonlocal found
-    path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+    path = sharding.path_of(key_path)
     if not re.fullmatch(logra_jax.DEFAULT_TARGETS, path):
       return kernel
     found = True

@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import app, flags
 
-from experiments import extras
+from experiments import plots
 from experiments.planner import Request
 
 _GIB = 2**30
@@ -195,9 +195,8 @@ def _dense_peak(
 
 def figure_of(results: Sequence[dict[str, Any]]) -> Any:
   """Saved rows as bars: peak, the weights' floor, a device's memory."""
-  figure_module = extras.require("matplotlib.figure", "train")
   height = 1.2 + 0.32 * len(results)
-  figure = figure_module.Figure(figsize=(10, height), layout="constrained")
+  figure = plots.make_figure(10, height)
   axes = figure.subplots()
   labels, at = [], range(len(results))
   for result in results:

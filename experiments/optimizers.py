@@ -14,7 +14,7 @@ import jax
 import ml_collections
 import optax
 
-from experiments import lora
+from experiments import lora, sharding
 import logra_jax
 
 PyTree = Any
@@ -156,6 +156,11 @@ def _momentum(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
   return optax.trace(c.momentum) if c.momentum else optax.identity()
 
 
+def _adam(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+  """Adam's direction, with the momentum as its first moment."""
+  return optax.scale_by_adam(b1=c.momentum, b2=c.beta2, eps=c.eps)
+
+
 def _dense_sgd(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
   """Momentum on the dense gradients of the same kernels."""
   decay = optax.add_decayed_weights(c.weight_decay)
@@ -177,7 +182,7 @@ def _galore(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
   scale_by_galore = optax.contrib.scale_by_galore(
       rank=c.rank,
       update_proj_gap=c.galore_gap,
-      base_optimizer=optax.scale_by_adam(b1=c.momentum, b2=c.beta2, eps=c.eps),
+      base_optimizer=_adam(c),
   )
   return _on_targets(
       c,
@@ -206,7 +211,7 @@ def _muon(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
 def _adamw(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
   """The direction of AdamW, before the learning rate."""
   return optax.chain(
-      optax.scale_by_adam(b1=c.momentum, b2=c.beta2, eps=c.eps),
+      _adam(c),
       optax.add_decayed_weights(c.weight_decay),
   )
 
@@ -273,7 +278,7 @@ def _on_targets(
 
   def label(key_path, leaf):
     del leaf
-    path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+    path = sharding.path_of(key_path)
     if re.fullmatch(targets, path):
       return "targets"
     # The kernel that adapters stand beside.
@@ -312,7 +317,7 @@ def _on_targets(
 PRECONDITIONERS: dict[str, Make] = {
     "row_adam": functools.partial(_row_adam, norm_preserving=False),
     "norm_preserving": functools.partial(_row_adam, norm_preserving=True),
-    "adam": lambda c: optax.scale_by_adam(c.momentum, c.beta2, c.eps),
+    "adam": _adam,
     "none": _momentum,
 }
 

@@ -34,16 +34,19 @@ def draw_run(workdir: str | os.PathLike[str]) -> pathlib.Path:
   return out
 
 
+def make_figure(width: float, height: float) -> Any:
+  """An empty matplotlib `Figure` of that many inches."""
+  # A Figure of its own needs no display and leaves pyplot's state alone.
+  module = extras.require("matplotlib.figure", "train")
+  return module.Figure(figsize=(width, height), layout="constrained")
+
+
 def figure_of(rows: list[dict[str, Any]]) -> Any:
   """The picture of `metrics.read_rows`, as a matplotlib `Figure`."""
-  figure_module = extras.require("matplotlib.figure", "train")
-  # A Figure of its own needs no display and leaves pyplot's state alone.
   panels = [_draw_reward]
   if metrics.column(rows, "kl/predicted")[0]:
     panels.append(_draw_kl)
-  figure = figure_module.Figure(
-      figsize=(5 * len(panels), 4), layout="constrained"
-  )
+  figure = make_figure(5 * len(panels), 4)
   axes = figure.subplots(1, len(panels), squeeze=False)[0]
   for draw, one in zip(panels, axes, strict=True):
     draw(one, rows)

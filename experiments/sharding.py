@@ -165,7 +165,8 @@ def _names(path: str, ndim: int) -> tuple[str | None, ...]:
   return (None,) * ndim
 
 
-def _path(key_path: Any) -> str:
+def path_of(key_path: Any) -> str:
+  """`layers/q_proj/kernel`, of a key path of `jax.tree_util`."""
   return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
@@ -202,7 +203,7 @@ def _leaf_names(
 def _owners(params: Any) -> dict[str, Sequence[int]]:
   """Shapes of the parameters by path."""
   leaves = jax.tree_util.tree_leaves_with_path(params)
-  return {_path(path): leaf.shape for path, leaf in leaves}
+  return {path_of(path): leaf.shape for path, leaf in leaves}
 
 
 def shardings(tree: Any, params: Any, mesh: Mesh) -> Any:
@@ -220,7 +221,7 @@ def shardings(tree: Any, params: Any, mesh: Mesh) -> Any:
   owners = _owners(params)
 
   def one(path: Any, leaf: Any) -> NamedSharding:
-    names = _leaf_names(_path(path), leaf.shape, owners)
+    names = _leaf_names(path_of(path), leaf.shape, owners)
     return NamedSharding(mesh, spec(names, leaf.shape, mesh))
 
   return jax.tree_util.tree_map_with_path(one, tree)
@@ -231,7 +232,7 @@ def constrain_gradients(grads: Any, params: Any) -> Any:
   owners = _owners(params)
 
   def one(path: Any, leaf: jax.Array) -> jax.Array:
-    return constrain(leaf, *_leaf_names(_path(path), leaf.shape, owners))
+    return constrain(leaf, *_leaf_names(path_of(path), leaf.shape, owners))
 
   return jax.tree_util.tree_map_with_path(one, grads)
 

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments import decoder, evaluate, extras, hf, progress, tasks
-from experiments import rollout as rollout_lib
+from experiments import decoder, evaluate, hf, progress, tasks, tiny
 from experiments import tokenizer as tokenizer_lib
 
 TASK = "addition:2"
@@ -93,22 +92,7 @@ _WORDS = ("<pad>", "<eos>", "<unk>", "+", "=", *"0123456789")
 
 def make_tokenizer() -> tokenizer_lib.Tokenizer:
   """One token a digit, `+` and `=`."""
-  lib = extras.require("tokenizers", "train")
-  vocabulary = {word: i for i, word in enumerate(_WORDS)}
-  backend = lib.Tokenizer(lib.models.WordLevel(vocabulary, unk_token="<unk>"))
-  split = lib.pre_tokenizers
-  backend.pre_tokenizer = split.Sequence(
-      [split.WhitespaceSplit(), split.Digits(individual_digits=True)]
-  )
-  backend.decoder = lib.decoders.Fuse()  # Digits are written together.
-  backend.add_special_tokens(["<pad>", "<eos>"])
-  settings = {
-      "pad_token": "<pad>",
-      "eos_token": "<eos>",
-      "unk_token": "<unk>",
-      "chat_template": _TEMPLATE,
-  }
-  return tokenizer_lib.Tokenizer(backend, settings)
+  return tiny.make_tokenizer(_WORDS, _TEMPLATE)
 
 
 def _teach(config, tokenizer) -> Any:
@@ -184,24 +168,17 @@ def without_carry(a: int, b: int) -> int:
 def _sampled_accuracy(model, params, tokenizer, task) -> float:
   """Mean reward of one sample to each of many training prompts."""
   examples = [task.train(i) for i in range(512)]
-  tokens, valid = rollout_lib.pad_prompts(
-      evaluate.encode_prompts(tokenizer, examples),
-      MAX_PROMPT_TOKENS,
-      tokenizer.pad_id,
-  )
-  rollout = rollout_lib.generate(
+  rollout = evaluate.respond(
       model,
       params,
-      tokens,
-      valid,
+      tokenizer,
+      examples,
       jax.random.key(_SEED),
+      max_prompt_tokens=MAX_PROMPT_TOKENS,
       max_new_tokens=MAX_NEW_TOKENS,
       temperature=1.0,
-      eos_ids=tokenizer.eos_ids,
-      pad_id=tokenizer.pad_id,
   )
-  completions = evaluate.decode_completions(tokenizer, rollout)
-  return float(np.mean(tasks.checked_rewards(task, examples, completions)))
+  return float(np.mean(evaluate.score(task, tokenizer, examples, rollout)[1]))
 
 
 def main(argv: list[str]) -> None:

@@ -77,6 +77,21 @@ class Part:
   seeds: tuple[int, ...]
 
 
+def of_length(
+    config: ml_collections.ConfigDict, updates: int, evaluate_every: int
+) -> ml_collections.ConfigDict:
+  """The config with so many updates, and no checkpoint before the last."""
+  config.updates = config.checkpoint.every = updates
+  config.evaluate.every = evaluate_every
+  return config
+
+
+def budget(first: float, last: float | None = None) -> dict[str, Any]:
+  """Overrides of a KL budget, constant or falling from `first` to `last`."""
+  last = first if last is None else last
+  return {"kl.budget": first, "kl.final_budget": last}
+
+
 def config_of(part: Part, cell: Cell, seed: int) -> ml_collections.ConfigDict:
   """The config of one run.
 
@@ -121,17 +136,21 @@ def run_one(part: Part, cell: Cell, seed: int) -> Row:
       "overrides": dict(cell.overrides),
       "curves": _columns(updates, [x for x in CURVES if x in updates[0]]),
       "evals": _columns(evals, list(evals[0])),
-      "seconds": _short(time.perf_counter() - start),
+      "seconds": short(time.perf_counter() - start),
   }
 
 
 def _columns(lines: list[Row], names: list[str]) -> dict[str, list[Any]]:
-  return {name: [_short(line[name]) for line in lines] for name in names}
+  return {name: [_or_none(line[name]) for line in lines] for name in names}
 
 
-def _short(value: float | None) -> float | None:
-  """Four significant digits."""
-  return None if value is None else float(f"{value:.4g}")
+def _or_none(value: float | None) -> float | None:
+  return None if value is None else short(value)
+
+
+def short(value: float, digits: int = 4) -> float:
+  """A number for a row, with few significant digits."""
+  return float(f"{value:.{digits}g}")
 
 
 def run(parts: Iterable[Part], out: pathlib.Path, only: str = "") -> None:
@@ -142,7 +161,6 @@ def run(parts: Iterable[Part], out: pathlib.Path, only: str = "") -> None:
     out: directory of the results; made if it is not there.
     only: a regular expression; only the cells `part/cell` that it finds.
   """
-  out.mkdir(parents=True, exist_ok=True)
   done = {_key(row) for row in metrics.read_rows(out / ROWS)}
   wanted = [
       (part, cell, seed)
@@ -154,8 +172,9 @@ def run(parts: Iterable[Part], out: pathlib.Path, only: str = "") -> None:
   missing = [x for x in wanted if (x[0].name, x[1].name, x[2]) not in done]
   for part, cell, seed in missing:  # Bad cells show before anything runs.
     train.check_config(config_of(part, cell, seed))
+  for model in {config_of(*one).model for one in missing}:
+    ensure_model(model)
   for number, (part, cell, seed) in enumerate(missing, 1):
-    _ensure_model(part.config().model)
     row = run_one(part, cell, seed)
     append(out, [row])
     progress.say(
@@ -166,6 +185,7 @@ def run(parts: Iterable[Part], out: pathlib.Path, only: str = "") -> None:
 
 def append(out: pathlib.Path, rows: Sequence[Row]) -> None:
   """Adds lines to `out/rows.jsonl`, and says in `machine.json` what ran."""
+  out.mkdir(parents=True, exist_ok=True)
   with (out / ROWS).open("a") as file:
     for row in rows:
       file.write(json.dumps(row) + "\n")
@@ -178,7 +198,7 @@ def _key(row: Row) -> tuple[str, str, int]:
   return row["part"], row["cell"], row["seed"]
 
 
-def _ensure_model(path: str) -> None:
+def ensure_model(path: str) -> None:
   """Makes the models that a sweep may name, if they are not there."""
   if path == small_model.PATH:
     small_model.ensure_small_model(path)
@@ -202,6 +222,24 @@ def main(
     draw: writes tables and pictures from rows into a directory.
   """
 
+  def measure(values, out):
+    run(small if values.small else full, out, values.only)
+
+  flags.DEFINE_string("only", "", "Regular expression of part/cell.")
+  command_line(measure, draw)
+
+
+def command_line(
+    measure: Callable[[Any, pathlib.Path], None],
+    draw: Callable[[list[Row], pathlib.Path], None],
+) -> None:
+  """`--out=DIR` measures and draws, `--small` less, `--redraw` only draws.
+
+  Args:
+    measure: `(flag values, directory)`; appends the rows that are missing.
+    draw: writes tables and pictures from rows into a directory.
+  """
+
   def start(argv):
     values = flags.FLAGS
     if len(argv) > 1:
@@ -210,7 +248,7 @@ def main(
     out = pathlib.Path(values.out)
     try:
       if not values.redraw:
-        run(small if values.small else full, out, values.only)
+        measure(values, out)
       rows = metrics.read_rows(out / ROWS)
       if not rows:
         sys.exit(f"{out / ROWS} holds no rows; run without --redraw first")
@@ -222,6 +260,5 @@ def main(
   flags.DEFINE_string("out", None, "Directory of the results.")
   flags.DEFINE_bool("small", False, "The small sweep.")
   flags.DEFINE_bool("redraw", False, "Draw from the rows that are there.")
-  flags.DEFINE_string("only", "", "Regular expression of part/cell.")
   flags.mark_flag_as_required("out")
   app.run(start)

@@ -1,5 +1,7 @@
 """A model of a few thousand random parameters, for tests and first steps."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -32,12 +34,18 @@ def make_tiny(seed: int) -> pretrained.Pretrained:
   )
   init = jax.jit(decoder.Decoder(config).init)
   tokens = jnp.zeros((1, 1), jnp.int32)
+  template = "{% for message in messages %}{{ message.content }}{% endfor %}"
   params = init(jax.random.key(seed), tokens)["params"]
-  return pretrained.Pretrained(config, params, _make_tokenizer(words))
+  return pretrained.Pretrained(config, params, make_tokenizer(words, template))
 
 
-def _make_tokenizer(words: list[str]) -> tokenizer.Tokenizer:
-  """One token a word, one a digit."""
+def make_tokenizer(words: Sequence[str], template: str) -> tokenizer.Tokenizer:
+  """One token a word, one a digit.
+
+  Args:
+    words: the vocabulary; has `<pad>`, `<eos>` and `<unk>`.
+    template: of chats.
+  """
   lib = extras.require("tokenizers", "train")
   backend = lib.Tokenizer(
       lib.models.WordLevel(
@@ -53,7 +61,6 @@ def _make_tokenizer(words: list[str]) -> tokenizer.Tokenizer:
   )
   backend.decoder = lib.decoders.Fuse()  # Digits are written together.
   backend.add_special_tokens(["<pad>", "<eos>"])
-  template = "{% for message in messages %}{{ message.content }}{% endfor %}"
   settings = {
       "pad_token": "<pad>",
       "eos_token": "<eos>",

@@ -10,6 +10,7 @@ On several hosts every process runs the command with `--distributed`; they
 share one `workdir`, and the first process alone writes the record.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import json
@@ -44,6 +45,7 @@ from experiments import (
 )
 from experiments import metrics as metrics_lib
 from experiments import rollout as rollout_lib
+from experiments import tokenizer as tokenizer_lib
 from experiments import workdir as workdir_lib
 import logra_jax
 
@@ -219,6 +221,38 @@ def _weight_norm(params: Any) -> jax.Array:
   return optax.tree.norm(wide)
 
 
+def sample(
+    config: ml_collections.ConfigDict,
+    model: decoder.Decoder,
+    params: Any,
+    tokenizer: tokenizer_lib.Tokenizer,
+    examples: Sequence[tasks.Example],
+    update: int,
+) -> rollout_lib.Rollout:
+  """The groups of responses that a run draws in an update.
+
+  Args:
+    config: of the run.
+    model: the policy.
+    params: its parameters.
+    tokenizer: the model's.
+    examples: whose prompts are answered, `config.rollout.responses` times each.
+    update: number of updates done before.
+  """
+  c = config.rollout
+  return evaluate.respond(
+      model,
+      params,
+      tokenizer,
+      examples,
+      jax.random.fold_in(jax.random.key(config.seed), update),
+      max_prompt_tokens=c.max_prompt_tokens,
+      max_new_tokens=c.max_new_tokens,
+      temperature=c.temperature,
+      group_size=c.responses,
+  )
+
+
 class _Run:
   """A run that has updates left: its parts, and where it stands."""
 
@@ -291,23 +325,13 @@ class _Run:
       self, examples: list[tasks.Example], update: int
   ) -> rollout_lib.Rollout:
     """A group of responses to each example's prompt."""
-    c = self.config.rollout
-    tokens, valid = rollout_lib.pad_prompts(
-        evaluate.encode_prompts(self.tokenizer, examples),
-        c.max_prompt_tokens,
-        self.tokenizer.pad_id,
-    )
-    return rollout_lib.generate(
+    return sample(
+        self.config,
         self.model,
         self.state.params,
-        tokens,
-        valid,
-        jax.random.fold_in(jax.random.key(self.config.seed), update),
-        max_new_tokens=c.max_new_tokens,
-        temperature=c.temperature,
-        eos_ids=self.tokenizer.eos_ids,
-        pad_id=self.tokenizer.pad_id,
-        group_size=c.responses,
+        self.tokenizer,
+        examples,
+        update,
     )
 
   def score(
@@ -327,11 +351,7 @@ class _Run:
           " predicted; raise config.kl.probe_responses"
       )
     n = self.config.rollout.responses
-    rewards = tasks.checked_rewards(
-        self.task,
-        [example for example in examples for _ in range(n)],
-        evaluate.decode_completions(self.tokenizer, rollout),
-    )
+    _, rewards = evaluate.score(self.task, self.tokenizer, examples, rollout)
     advantages = grpo.group_advantages(rewards, n)
     groups = rewards.reshape(-1, n)
     batch = learner.Batch(rollout, advantages)

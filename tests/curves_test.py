@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import curves, sweeps
+from experiments import curves, plots, sweeps
 from experiments.statistics import Interval
 
 
@@ -101,7 +101,7 @@ def test_entries_of_a_table():
 
 
 def test_a_band_spans_the_seeds():
-  axes = curves.make_figure(2, 2).subplots()
+  axes = plots.make_figure(2, 2).subplots()
   runs = [np.array([0.0, 2.0, 4.0]), np.array([2.0, 4.0, 6.0, 8.0])]
   curves.plot_spread(axes, runs, "label", width=2, step=10.0)
   (line,) = axes.lines

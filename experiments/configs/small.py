@@ -35,3 +35,11 @@ def get_config() -> ml_collections.ConfigDict:
   c.checkpoint.every = c.updates
   c.tensorboard = False
   return c.lock()
+
+
+def few_updates() -> ml_collections.ConfigDict:
+  """Six updates, for the small versions of sweeps."""
+  c = get_config()
+  c.updates = c.checkpoint.every = 6
+  c.evaluate.every = 3
+  return c

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments import extras, statistics
+from experiments import curves, plots, statistics
 from experiments.gain_per_kl import sweep
-from experiments.gradient_sweeps import Row
 from experiments.statistics import Interval
+from experiments.sweeps import Row
 
 BASELINE = "dense"
 _NOTES = """\
@@ -150,10 +150,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def figure_of(rows: Sequence[Row]) -> Any:
   """Held-out gains at each point, and ratios to the dense gradient's."""
-  figure_module = extras.require("matplotlib.figure", "train")
   rows = complete(rows)
   at, found = points(rows), names(rows)
-  figure = figure_module.Figure(figsize=(11, 5), layout="constrained")
+  figure = plots.make_figure(11, 5)
   left, right = figure.subplots(1, 2, sharey=True)
   y = np.arange(len(found), dtype=float)
   for i, point in enumerate(at):
@@ -198,5 +197,4 @@ def _draw(
 
 def draw(rows: Sequence[Row], out: pathlib.Path) -> None:
   """Writes `table.md` and `gain_per_kl.png` into `out`."""
-  (out / "table.md").write_text(table(rows))
-  figure_of(rows).savefig(out / "gain_per_kl.png", dpi=150)
+  curves.save(out, "gain_per_kl", table(rows), figure_of(rows))

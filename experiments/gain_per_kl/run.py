@@ -11,7 +11,7 @@ from typing import Any
 from experiments import gradient_sweeps, gradients, progress
 from experiments.gain_per_kl import analysis, directions
 from experiments.gain_per_kl.sweep import FULL, SMALL, Sweep
-from experiments.gradient_sweeps import Row, short
+from experiments.sweeps import Row, short
 
 # Seeds of bases: one for every point and batch.
 _SEEDS = 1000

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import curves
+from experiments import curves, plots
 from experiments.kl_budget import sweep
 from experiments.sweeps import Row
 
@@ -95,7 +95,7 @@ def _ratio(values: np.ndarray) -> str:
 def figure_of(rows: Sequence[Row]) -> Any:
   """The picture: for each part reward by update, and calibration of the KL."""
   parts = curves.by_cell(rows, sweep.FULL)
-  figure = curves.make_figure(12, 4.5 * len(parts))
+  figure = plots.make_figure(12, 4.5 * len(parts))
   panels = figure.subplots(len(parts), 2, squeeze=False)
   for (part, cells), (left, right) in zip(parts.items(), panels, strict=True):
     for number, (cell, of_cell) in enumerate(cells.items()):

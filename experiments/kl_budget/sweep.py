@@ -2,20 +2,18 @@
 
 import ml_collections
 
+from experiments import sweeps
 from experiments.configs import quickstart, small
 from experiments.sweeps import Cell, Part
 
 
 def _constant(budget: float) -> Cell:
-  values = {"kl.budget": budget, "kl.final_budget": budget}
-  return Cell(f"constant {budget:g}", values)
+  return Cell(f"constant {budget:g}", sweeps.budget(budget))
 
 
 def _annealed(first: float, last: float, updates: int) -> Cell:
-  values = {"kl.budget": first, "kl.final_budget": last}
-  return Cell(
-      f"annealed {first:g} to {last:g}", values | {"kl.anneal_updates": updates}
-  )
+  values = sweeps.budget(first, last) | {"kl.anneal_updates": updates}
+  return Cell(f"annealed {first:g} to {last:g}", values)
 
 
 def _none(learning_rate: float) -> Cell:
@@ -25,23 +23,19 @@ def _none(learning_rate: float) -> Cell:
 
 def small_config() -> ml_collections.ConfigDict:
   """60 updates of the small model, the last 20 of which are the tail."""
-  config = small.get_config()
-  config.updates = config.checkpoint.every = 60
-  return config
+  return sweeps.of_length(small.get_config(), 60, 10)
 
 
 def smollm2_config() -> ml_collections.ConfigDict:
   """10 updates of the quickstart with half of its responses."""
   config = quickstart.get_config()
-  config.updates = config.checkpoint.every = 10
   config.rollout.prompts = 6
   config.loss.micro_batch = 48
-  config.evaluate.every = 5
   # Such that the budget, and not alpha_max, sets the step.
   config.optimizer.learning_rate = 1e-4
   config.kl.probe_responses = 8
   config.tensorboard = False
-  return config
+  return sweeps.of_length(config, 10, 5)
 
 
 SMALL_CELLS = (
@@ -67,11 +61,4 @@ FULL = (
 )
 
 
-def _few_updates() -> ml_collections.ConfigDict:
-  config = small.get_config()
-  config.updates = config.checkpoint.every = 6
-  config.evaluate.every = 3
-  return config
-
-
-SMALL = (Part("small", _few_updates, SMALL_CELLS[2:5:2], (0, 1)),)
+SMALL = (Part("small", small.few_updates, SMALL_CELLS[2:5:2], (0, 1)),)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import curves, extras
+from experiments import curves, extras, plots
 from experiments.learning_curves import memory, sweep
 from experiments.sweeps import Row
 
@@ -167,7 +167,7 @@ def _grid(found: Mapping[str, Runs]) -> str:
 
 def figure_of(rows: Sequence[Row]) -> Any:
   """The picture: reward by updates and by seconds, with and without budget."""
-  figure = curves.make_figure(13, 10)
+  figure = plots.make_figure(13, 10)
   panels = figure.subplots(2, 2, sharey=True)
   found = methods(rows)
   for label, runs in found.items():

@@ -66,15 +66,11 @@ def _cells(labels: list[str], rates: int | None = None) -> tuple[Cell, ...]:
 FULL = (Part("small", small_config, _cells(list(METHODS)), (0, 1, 2)),)
 
 
-def _few_updates():
-  config = small.get_config()
-  config.updates = config.checkpoint.every = 6
-  config.evaluate.every = 3
-  return config
-
-
 SMALL = (
     Part(
-        "small", _few_updates, _cells(["dense_adam", "logra rank 16"], 1), (0,)
+        "small",
+        small.few_updates,
+        _cells(["dense_adam", "logra rank 16"], 1),
+        (0,),
     ),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import curves
+from experiments import curves, plots
 from experiments.long_run import sweep
 from experiments.sweeps import Row
 
@@ -104,7 +104,7 @@ def _line(row: Row) -> list[Any]:
 
 def figure_of(rows: Sequence[Row]) -> Any:
   """The picture: reward, KL and budget, weight norm, held-out accuracy."""
-  figure = curves.make_figure(12, 8)
+  figure = plots.make_figure(12, 8)
   reward, kl, norm, accuracy = figure.subplots(2, 2).flat
   number = 0
   for cells in curves.by_cell(rows, sweep.FULL).values():

@@ -2,6 +2,7 @@
 
 import ml_collections
 
+from experiments import sweeps
 from experiments.configs import small, tiny
 from experiments.sweeps import Cell, Part
 
@@ -22,11 +23,9 @@ def _long(
     config: ml_collections.ConfigDict, updates: int
 ) -> ml_collections.ConfigDict:
   """The published shape of the budget: a cosine over 300 updates, then flat."""
-  config.updates = config.checkpoint.every = updates
-  config.evaluate.every = updates // 12
   config.kl.budget, config.kl.final_budget = 1e-3, 1e-4
   config.kl.anneal_updates = updates // 4
-  return config
+  return sweeps.of_length(config, updates, updates // 12)
 
 
 FULL = (Part("small", lambda: _long(small.get_config(), 1200), CELLS, (0,)),)

@@ -4,6 +4,7 @@ from typing import Any
 
 import ml_collections
 
+from experiments import sweeps
 from experiments.configs import small
 from experiments.kl_budget.sweep import smollm2_config
 from experiments.sweeps import Cell, Part
@@ -46,9 +47,7 @@ CONTROLS = (
 
 def small_config() -> ml_collections.ConfigDict:
   """30 updates of the small model."""
-  config = small.get_config()
-  config.updates = config.checkpoint.every = 30
-  return config
+  return sweeps.of_length(small.get_config(), 30, 10)
 
 
 FACTORIAL = tuple(
@@ -67,8 +66,8 @@ TELLING = (
 
 
 def _at(cell: Cell, budget: float) -> Cell:
-  values = {"kl.budget": budget, "kl.final_budget": budget}
-  return Cell(f"{cell.name}, budget {budget:g}", {**cell.overrides, **values})
+  values = {**cell.overrides, **sweeps.budget(budget)}
+  return Cell(f"{cell.name}, budget {budget:g}", values)
 
 
 # With momentum the steps of many updates point the same way: at one budget an
@@ -89,11 +88,4 @@ FULL = (
 )
 
 
-def _few_updates() -> ml_collections.ConfigDict:
-  config = small.get_config()
-  config.updates = config.checkpoint.every = 6
-  config.evaluate.every = 3
-  return config
-
-
-SMALL = (Part("small", _few_updates, TELLING[1:], (0, 1)),)
+SMALL = (Part("small", small.few_updates, TELLING[1:], (0, 1)),)

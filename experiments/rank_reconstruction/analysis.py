@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments import extras
-from experiments.gradient_sweeps import Row
+from experiments import curves, plots
 from experiments.rank_reconstruction import cosines, sweep
+from experiments.sweeps import Row
 
 BASES = ("one", "fixed", "refreshed")
 _LABELS = {"plain": "AᵀS", "least_squares": "least squares"}
@@ -132,8 +132,7 @@ def _by_module(rows: Sequence[Row]) -> list[str]:
 
 def figure_of(rows: Sequence[Row]) -> Any:
   """Cosine by rank: by module; by basis and method; fixed and refreshed."""
-  figure_module = extras.require("matplotlib.figure", "train")
-  figure = figure_module.Figure(figsize=(14, 4.5), layout="constrained")
+  figure = plots.make_figure(14, 4.5)
   by_width, by_basis, over_window = figure.subplots(1, 3, sharey=True)
   _draw_widths(by_width, select(rows, distribution="rademacher"))
   for distribution, method in settings(rows):
@@ -196,5 +195,4 @@ def _line(axes: Any, rows: Sequence[Row], basis: str, label: str) -> None:
 
 def draw(rows: Sequence[Row], out: pathlib.Path) -> None:
   """Writes `table.md` and `rank_reconstruction.png` into `out`."""
-  (out / "table.md").write_text(table(rows))
-  figure_of(rows).savefig(out / "rank_reconstruction.png", dpi=150)
+  curves.save(out, "rank_reconstruction", table(rows), figure_of(rows))

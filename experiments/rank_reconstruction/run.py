@@ -6,10 +6,10 @@ import functools
 import numpy as np
 
 from experiments import gradient_sweeps, gradients, progress
-from experiments.gradient_sweeps import Row, short
 from experiments.rank_reconstruction import analysis, cosines
 from experiments.rank_reconstruction.cosines import Products
 from experiments.rank_reconstruction.sweep import FULL, SMALL, Sweep
+from experiments.sweeps import Row, short
 
 _SEED = 42
 
