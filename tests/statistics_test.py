@@ -27,3 +27,18 @@ def test_one_value_and_equal_values_have_no_width():
 def test_bad_values(values):
   with pytest.raises(ValueError, match="at least one finite number"):
     statistics.interval(values)
+
+
+def test_groups_have_the_same_weight_whatever_their_sizes():
+  rng = np.random.default_rng(1)
+  many, few = rng.normal(0.0, 1.0, 900), rng.normal(4.0, 1.0, 100)
+  found = statistics.macro_interval([many, few])
+  np.testing.assert_allclose(found.mean, (many.mean() + few.mean()) / 2)
+  # The variances of both means add, each by half its weight squared.
+  error = 1.96 * np.sqrt(many.var() / 900 + few.var() / 100) / 2
+  np.testing.assert_allclose(found.high - found.mean, error, rtol=0.05)
+  assert statistics.macro_interval([few]) == statistics.interval(few)
+  single = statistics.macro_interval([[1.0], [2.0, 4.0]])
+  assert single == (2.0, 1.5, 2.5)
+  with pytest.raises(ValueError, match="at least one list of numbers"):
+    statistics.macro_interval([])
