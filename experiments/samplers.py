@@ -1,0 +1,111 @@
+"""What training and evaluation ask of an engine that samples responses."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+
+from experiments import decoder
+from experiments import rollout as rollout_lib
+from experiments.sampling import Sampling
+from experiments.tokenizer import Tokenizer
+
+PyTree = Any
+
+
+class Sampler(Protocol):
+  """Samples responses to prompts; its weights may lag behind the trainer's.
+
+  Attributes:
+    max_prompt_tokens: longest prompt that it takes, and P of its rollouts.
+  """
+
+  max_prompt_tokens: int
+
+  def sample(
+      self,
+      prompts: Sequence[Sequence[int]],
+      key: jax.Array,
+      sampling: Sampling,
+      *,
+      group_size: int = 1,
+  ) -> rollout_lib.Rollout:
+    """Responses to each prompt; those of one prompt are adjacent.
+
+    Args:
+      prompts: token ids, 1 to `max_prompt_tokens` of each.
+      key: a `jax.random` key.
+      sampling: how to choose tokens, and when to end.
+      group_size: responses per prompt.
+
+    Returns:
+      A rollout of `len(prompts) * group_size` rows. Its log-probs are of the
+      distribution that was sampled from.
+    """
+    ...
+
+  def update_weights(self, params: PyTree, version: int) -> None:
+    """Makes later samples those of `params`, after update `version`."""
+    ...
+
+
+class LocalSampler:
+  """Samples in this process, with the trainer's own copy of the weights."""
+
+  def __init__(
+      self,
+      model: decoder.Decoder,
+      params: PyTree,
+      tokenizer: Tokenizer,
+      *,
+      max_prompt_tokens: int,
+  ):
+    """Keeps what `rollout.generate` needs.
+
+    Args:
+      model: the decoder.
+      params: its parameters.
+      tokenizer: the model's.
+      max_prompt_tokens: length that prompts are padded to; another one is
+        compiled again.
+    """
+    self.max_prompt_tokens = max_prompt_tokens
+    self._model = model
+    self._params = params
+    self._tokenizer = tokenizer
+
+  def sample(
+      self,
+      prompts: Sequence[Sequence[int]],
+      key: jax.Array,
+      sampling: Sampling,
+      *,
+      group_size: int = 1,
+  ) -> rollout_lib.Rollout:
+    """See `Sampler`; the same key gives the same responses."""
+    tokens, valid = rollout_lib.pad_prompts(
+        prompts, self.max_prompt_tokens, self._tokenizer.pad_id
+    )
+    plain = Sampling(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+    )
+    if sampling != plain:
+      raise NotImplementedError(f"{sampling} is not sampled yet")
+    return rollout_lib.generate(
+        self._model,
+        self._params,
+        tokens,
+        valid,
+        key,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        eos_ids=self._tokenizer.eos_ids,
+        pad_id=self._tokenizer.pad_id,
+        group_size=group_size,
+    )
+
+  def update_weights(self, params: PyTree, version: int) -> None:
+    """See `Sampler`; nothing is copied."""
+    del version
+    self._params = params
