@@ -1,9 +1,9 @@
-"""The record of a run: one JSON object a line, and TensorBoard beside it.
+"""The record of a run: one JSON object a line, and trackers beside it.
 
 Every line of `metrics.jsonl` has `update`, the number of updates done when its
-numbers were true, and names in groups: `train/`, `kl/` (nats per token),
-`rollout/` (tokens), `time/` (seconds), `eval/`. A number that is not finite is
-written as `null`, so that every line is valid JSON.
+numbers were true, and names in groups, which `docs/metrics.md` explains. A
+number that is not finite is written as `null`, so that every line is valid
+JSON.
 """
 
 from collections.abc import Mapping
@@ -11,17 +11,19 @@ import json
 import math
 import os
 import pathlib
+import resource
+import sys
 from typing import IO, Any
 
 import jax
 
-from experiments import extras
+from experiments import trackers
 
 FILENAME = "metrics.jsonl"
 
 
 class MetricsWriter:
-  """Appends to `metrics.jsonl` and, optionally, to TensorBoard event files."""
+  """Appends to `metrics.jsonl`, and tells the trackers the same."""
 
   def __init__(
       self,
@@ -29,6 +31,9 @@ class MetricsWriter:
       *,
       resume_at: int,
       tensorboard: bool = True,
+      wandb: str = "",
+      trackio: str = "",
+      config: Mapping[str, Any] | None = None,
   ):
     """Opens the record, forgetting what came after update `resume_at`.
 
@@ -39,9 +44,15 @@ class MetricsWriter:
       workdir: directory of the run; must exist.
       resume_at: number of updates already done; 0 starts the record anew.
       tensorboard: also write TensorBoard events to `workdir/tensorboard`.
+      wandb: also log to this project at Weights & Biases; '' for none.
+      trackio: also log to this project at Trackio; '' for none.
+      config: nested dict of the run's settings, for those two.
+
+    Raises:
+      ImportError, ValueError: see `trackers.open_trackers`.
     """
     self._file: IO[str] | None = None
-    self._events: Any = None
+    self._trackers: list[trackers.Tracker] = []
     # Of many processes the first keeps the record.
     if jax.process_index():
       return
@@ -54,12 +65,14 @@ class MetricsWriter:
     temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.replace(temporary, path)
     self._file = path.open("a")
-    if tensorboard:
-      module = extras.require("tensorboardX", "train")
-      # Events after the step are hidden by TensorBoard itself.
-      self._events = module.SummaryWriter(
-          str(workdir / "tensorboard"), purge_step=resume_at + 1
-      )
+    self._trackers = trackers.open_trackers(
+        workdir,
+        resume_at=resume_at,
+        tensorboard=tensorboard,
+        wandb=wandb,
+        trackio=trackio,
+        config=config,
+    )
 
   def write(self, update: int, values: Mapping[str, Any]) -> dict[str, Any]:
     """Writes one line at once (flushed); returns it as a dict of floats."""
@@ -67,11 +80,12 @@ class MetricsWriter:
     for name, value in values.items():
       value = float(value)
       row[name] = value if math.isfinite(value) else None
-      if self._events is not None and row[name] is not None:
-        self._events.add_scalar(name, value, update)
     if self._file is not None:
       self._file.write(json.dumps(row, allow_nan=False) + "\n")
       self._file.flush()
+    finite = {k: v for k, v in row.items() if v is not None and k != "update"}
+    for tracker in self._trackers:
+      tracker.log(row["update"], finite)
     return row
 
   def __enter__(self) -> "MetricsWriter":
@@ -81,11 +95,11 @@ class MetricsWriter:
     self.close()
 
   def close(self) -> None:
-    """Closes the files; further writes are an error."""
+    """Closes all; further writes are an error."""
     if self._file is not None:
       self._file.close()
-    if self._events is not None:
-      self._events.close()
+    for tracker in self._trackers:
+      tracker.close()
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -119,3 +133,18 @@ def column(rows: list[dict[str, Any]], name: str) -> tuple[list, list]:
   return [update for update, _ in found], [
       math.nan if value is None else value for _, value in found
   ]
+
+
+def memory_peaks() -> dict[str, float]:
+  """The most memory held so far, in GiB: by the process, by its first device.
+
+  Not every device tells: a CPU does not.
+  """
+  # Linux counts KiB, macOS bytes.
+  unit = 1 if sys.platform == "darwin" else 1024
+  held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+  found = {"memory/host_peak": held / 2**30}
+  device = jax.local_devices()[0].memory_stats() or {}
+  if "peak_bytes_in_use" in device:
+    found["memory/device_peak"] = device["peak_bytes_in_use"] / 2**30
+  return found
