@@ -11,11 +11,12 @@ import functools
 import math
 
 from flax import linen as nn
-from flax import struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from experiments import kv_cache
+from experiments.kv_cache import Cache
 from experiments.sharding import constrain
 from logra_jax import linen as lnn
 
@@ -111,38 +112,7 @@ class DecoderConfig:
       raise ValueError(f"head_dim must be even, got {self.head_dim}")
 
 
-@struct.dataclass
-class Cache:
-  """Keys and values of all layers, `[n_layers, B, M, K, H]` each."""
-
-  k: jax.Array
-  v: jax.Array
-
-
-def init_cache(
-    config: DecoderConfig,
-    batch: int,
-    length: int,
-    dtype: DTypeLike | None = None,
-) -> Cache:
-  """An empty cache.
-
-  Args:
-    config: the decoder's configuration.
-    batch: number of sequences, B.
-    length: number of slots per sequence in tokens, M.
-    dtype: of keys and values; None means `config.dtype`.
-
-  Returns:
-    A `Cache` of zeros.
-
-  Raises:
-    ValueError: if `length` exceeds `config.max_length`.
-  """
-  _check_length(config, length)
-  shape = (config.n_layers, batch, length, config.n_kv_heads, config.head_dim)
-  dtype = config.dtype if dtype is None else dtype
-  return Cache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+init_cache = kv_cache.init_cache
 
 
 def _check_length(config: DecoderConfig, length: int) -> None:
@@ -350,7 +320,8 @@ class Layer(nn.Module):
     # What fills up the last block is no key.
     k, v = (_join(y)[:, : mask.shape[-1]] for y in (k, v))
     if cache is not None:
-      cache, k, v = _update(cache, layer, index, k, v)
+      cache = kv_cache.write(cache, layer, index, k, v)
+      k, v = kv_cache.read(cache, layer, mask.shape[-1], k.dtype)
 
     def rest(module, x, q, mask):
       return module._attend_and_feed(x, q, k, v, mask)
@@ -411,22 +382,6 @@ def _blockwise(fn, module, *xs):
       split_rngs={"params": False},
   )
   return blocks(module, None, *xs)[1]
-
-
-def _update(cache, layer, index, k, v):
-  """Writes k, v `[B, S, K, H]`; returns the cache and the layer's k, v."""
-
-  def write(old, new):
-    start = (layer, 0, index, 0, 0)
-    new = new[None].astype(old.dtype)
-    return jax.lax.dynamic_update_slice(old, new, start)
-
-  def read(stacked, dtype):
-    one = jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
-    return one.astype(dtype)
-
-  cache = Cache(k=write(cache.k, k), v=write(cache.v, v))
-  return cache, read(cache.k, k.dtype), read(cache.v, v.dtype)
 
 
 class Decoder(nn.Module):
@@ -542,6 +497,29 @@ class Decoder(nn.Module):
     own = index + jnp.arange(queries)
     mask = jnp.arange(slots)[None, :] <= own[:, None]
     mask = mask[None] & valid_cache[:, None, :]
+    return self._run(tokens, positions, mask, cache, index)
+
+  def decode_masked(
+      self,
+      tokens: jax.Array,
+      positions: jax.Array,
+      mask: jax.Array,
+      cache: Cache,
+      index: jax.Array | int,
+  ) -> tuple[jax.Array, Cache]:
+    """Like `decode`, for a cache whose slots are in another order.
+
+    Args:
+      tokens: `[B, S]` int32, written to slots `index ... index + S - 1`.
+      positions: `[B, S]` int32, where each token stands in its own text.
+      mask: `[B, S, A]` bool, True where a token may see a slot, its own among
+        them. Slots from A on are not read: A ≤ M.
+      cache: of `init_cache`, with M slots.
+      index: int32 scalar.
+
+    Returns:
+      As `decode`.
+    """
     return self._run(tokens, positions, mask, cache, index)
 
   def _run(self, tokens, positions, mask, cache, index):

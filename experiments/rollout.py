@@ -1,23 +1,28 @@
-"""Sampling responses: one prefill, then a decode loop with a KV cache.
+"""Sampling responses: prefill, then a decode loop with a KV cache.
+
+Decoding does not wait for the longest response. A number of slots decode
+together, in blocks of steps; between blocks the host gives the slots of ended
+responses to the next ones, and when none are left it moves the rest to half as
+many slots.
 
 Axis letters: N prompts, B responses, P padded prompt tokens, C new tokens,
-T = P + C, V vocabulary.
+T = P + C, S slots, K steps of a block, V vocabulary.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import struct
 import jax
-from jax import lax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 
-from experiments import decoder
-
-# Tokens of the vocabulary in one block of `_sample`: about √V.
-_BLOCK = 256
+from experiments import decoder, decoding, kv_cache
+from experiments.sampling import Sampling
+from experiments.stop_strings import StopTable
 
 
 @struct.dataclass
@@ -82,16 +87,21 @@ def generate(
     prompt_valid: jax.Array,
     key: jax.Array,
     *,
-    max_new_tokens: int,
-    temperature: float,
+    sampling: Sampling | None = None,
     eos_ids: Sequence[int],
     pad_id: int,
     group_size: int = 1,
+    slots: int = 0,
+    cache_dtype: DTypeLike | None = None,
+    stop_table: StopTable | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
 ) -> Rollout:
   """Samples `group_size` responses to each prompt.
 
-  Prefill runs once per prompt, whatever the group size. The loop ends when all
-  responses have.
+  A prompt is read once for all its responses. A response depends on the
+  weights, its prompt, the key and its own number, and on nothing else: not on
+  `slots` and not on the responses beside it (but for the rounding of sums).
 
   Args:
     model: the decoder; its parameters are `params`.
@@ -99,184 +109,251 @@ def generate(
     prompt_tokens: `[N, P]` int32, padded on the left (see `pad_prompts`).
     prompt_valid: `[N, P]` bool, False at padding.
     key: a `jax.random` key. The same key gives the same rollout.
-    max_new_tokens: limit of a response in tokens, C; at least 1.
-    temperature: divides the logits; 0 is greedy decoding.
+    sampling: limits, temperature, truncation and stop strings.
     eos_ids: token ids that end a response; may be empty.
     pad_id: token after the end of a response.
     group_size: responses per prompt.
+    slots: responses decoded at once, S; 0 means all. `memory_bytes` states
+      what their cache takes.
+    cache_dtype: of keys and values, a float or `'int8'`; None means the
+      model's compute dtype.
+    stop_table: of `stop_strings.make_stop_table(tokenizer, sampling.stop)`;
+      needed where there are stop strings.
+    max_new_tokens: of `Sampling`, for callers that have none.
+    temperature: of `Sampling`, for callers that have none.
 
   Returns:
-    A `Rollout` of B = N · group_size responses; those of a prompt are
-    adjacent.
+    A `Rollout` of B = N * group_size responses, whole in every process; those
+    of a prompt are adjacent.
 
   Raises:
     ValueError: if the prompts leave no room for `max_new_tokens` in the
-      model's context, or temperature, `max_new_tokens` or `group_size` is out
-      of range.
+      model's context, `group_size` or `slots` is out of range, stop strings
+      have no table, or the cache's dtype is neither a float nor int8.
   """
-  if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-    raise ValueError(
-        f"max_new_tokens must be an int of at least 1, got {max_new_tokens!r}"
-    )
-  if group_size < 1:
-    raise ValueError(f"group_size must be at least 1, got {group_size}")
-  if not 0 <= temperature < float("inf"):
-    raise ValueError(
-        f"temperature must be finite and at least 0, got {temperature}"
-    )
-  length, context = prompt_tokens.shape[1], model.config.max_length
-  if length + max_new_tokens > context:
+  if sampling is None:
+    sampling = Sampling(max_new_tokens, temperature=temperature)
+  tokens = np.asarray(prompt_tokens, np.int32)
+  valid = np.asarray(prompt_valid, bool)
+  _check(model.config, tokens, sampling, eos_ids, group_size, slots, stop_table)
+  responses = tokens.shape[0] * group_size
+  # Temperature is traced: another does not compile again.
+  compiled = dataclasses.replace(
+      sampling, temperature=float(not sampling.greedy), stop=()
+  )
+  sampler = decoding.Sampler(
+      params=params,
+      key=key,
+      temperature=jnp.float32(sampling.temperature),
+      stops=jnp.asarray(stop_table.table) if sampling.stop else None,
+  )
+  options = decoding.Options(compiled, tuple(sorted({int(i) for i in eos_ids})))
+  slots = min(slots or responses, responses)
+  dtype = jnp.dtype(model.config.dtype if cache_dtype is None else cache_dtype)
+  schedule = _Schedule(responses, slots, sampling.max_new_tokens)
+  _run(model, options, sampler, schedule, tokens, valid, group_size, dtype.name)
+  return schedule.rollout(tokens, valid, group_size, int(pad_id))
+
+
+def _check(config, tokens, sampling, eos_ids, group_size, slots, stop_table):
+  """Raises the errors of `generate`."""
+  for name, value, least in (
+      ("group_size", group_size, 1),
+      ("slots", slots, 0),
+  ):
+    if not isinstance(value, int) or value < least:
+      raise ValueError(
+          f"{name} must be an int of at least {least}, got {value!r}"
+      )
+  length, new = tokens.shape[1], sampling.max_new_tokens
+  if length + new > config.max_length:
     raise ValueError(
         f"prompts padded to {length} tokens and max_new_tokens="
-        f"{max_new_tokens} exceed the context of {context} tokens: prompts may "
-        f"have at most {context - max_new_tokens}"
+        f"{new} exceed the context of {config.max_length} tokens: prompts may "
+        f"have at most {config.max_length - new}"
     )
-  return _generate(
-      model,
-      params,
-      jnp.asarray(prompt_tokens, jnp.int32),
-      jnp.asarray(prompt_valid, bool),
-      key,
-      # Traced, so that another temperature does not compile again.
-      jnp.float32(temperature),
-      options=_Options(
-          greedy=temperature == 0,
-          max_new_tokens=max_new_tokens,
-          eos_ids=tuple(int(i) for i in eos_ids),
-          pad_id=int(pad_id),
-          group_size=group_size,
-      ),
-  )
-
-
-class _Options(NamedTuple):
-  """What is compiled into `_generate`; see `generate`."""
-
-  greedy: bool
-  max_new_tokens: int
-  eos_ids: tuple[int, ...]
-  pad_id: int
-  group_size: int
-
-
-@functools.partial(jax.jit, static_argnames=("model", "options"))
-def _generate(
-    model, params, prompt_tokens, prompt_valid, key, temperature, *, options
-):
-  """The compiled part of `generate`."""
-  variables = {"params": params}
-  repeat = functools.partial(jnp.repeat, repeats=options.group_size)
-  hidden, cache, valid = _prefill(
-      model, variables, prompt_tokens, prompt_valid, options.max_new_tokens
-  )
-  hidden, valid = repeat(hidden, axis=0), repeat(valid, axis=0)
-  cache = jax.tree.map(functools.partial(repeat, axis=1), cache)
-  tokens, prompt_valid = (
-      repeat(x, axis=0) for x in (prompt_tokens, prompt_valid)
-  )
-  length = prompt_tokens.shape[1]
-  prompt_lengths = jnp.sum(prompt_valid, axis=1, dtype=jnp.int32)
-
-  def record(out, hidden, step):
-    logits = model.apply(variables, hidden, method="head")
-    step_key = jax.random.fold_in(key, step)
-    return _record(out, logits, temperature, step_key, step, options)
-
-  def body(state):
-    step, out, cache = state
-    last = lax.dynamic_slice_in_dim(out["tokens"], step - 1, 1, axis=1)
-    positions = (prompt_lengths + step - 1)[:, None]
-    hidden, cache = model.apply(
-        variables,
-        last,
-        valid,
-        positions,
-        cache,
-        length + step - 1,
-        method="decode",
+  if sampling.min_new_tokens and set(range(config.vocab_size)) <= set(eos_ids):
+    raise ValueError(
+        f"min_new_tokens={sampling.min_new_tokens} cannot be kept: eos_ids"
+        " holds the whole vocabulary"
     )
-    return step + 1, record(out, hidden[:, 0], step), cache
-
-  def proceed(state):
-    step, out, _ = state
-    return (step < options.max_new_tokens) & ~jnp.all(out["finished"])
-
-  shape = (tokens.shape[0], options.max_new_tokens)
-  out = {
-      "tokens": jnp.full(shape, options.pad_id, jnp.int32),
-      "mask": jnp.zeros(shape, bool),
-      "log_probs": jnp.zeros(shape, jnp.float32),
-      "finished": jnp.zeros(shape[0], bool),
-  }
-  out = record(out, hidden, 0)
-  _, out, _ = lax.while_loop(proceed, body, (1, out, cache))
-  before = lambda x: jnp.zeros((shape[0], length), x.dtype)
-  join = lambda left, right: jnp.concatenate([left, right], axis=1)
-  return Rollout(
-      tokens=join(tokens, out["tokens"]),
-      valid=join(prompt_valid, out["mask"]),
-      completion_mask=join(before(out["mask"]), out["mask"]),
-      log_probs=join(before(out["log_probs"]), out["log_probs"]),
-      finished=out["finished"],
-  )
+  if sampling.stop and (stop_table is None or stop_table.stop != sampling.stop):
+    raise ValueError(
+        f"stop strings {sampling.stop!r} need stop_table="
+        "make_stop_table(tokenizer, sampling.stop, vocab_size)"
+    )
 
 
-def _record(out, logits, temperature, key, step, options):
-  """Chooses token `step` of every row that has not ended."""
-  if options.greedy:
-    chosen = jnp.argmax(logits, axis=-1)
-    log_probs = jnp.zeros(chosen.shape, jnp.float32)
-  else:
-    chosen, log_probs = _sample(logits / temperature, key)
-  alive = ~out["finished"]
-  columns = {
-      "tokens": jnp.where(alive, chosen, options.pad_id),
-      "mask": alive,
-      "log_probs": jnp.where(alive, log_probs, 0.0),
-  }
-  ended = jnp.isin(chosen, jnp.asarray(options.eos_ids, jnp.int32))
-  new = {
-      name: lax.dynamic_update_slice(out[name], column[:, None], (0, step))
-      for name, column in columns.items()
-  }
-  return new | {"finished": out["finished"] | ended}
+def memory_bytes(
+    config: decoder.DecoderConfig,
+    *,
+    prompts: int,
+    group_size: int,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    slots: int = 0,
+    cache_dtype: DTypeLike | None = None,
+) -> int:
+  """Bytes of keys and values that `generate` keeps, on all devices together.
 
+  The slots' cache of P + C - 1 tokens (the last one is never read), and that
+  of the prompts that its responses begin with. When the responses left move to
+  half the slots, both caches exist for a moment, but the prompts' no more.
 
-def _prefill(model, variables, tokens, valid, max_new_tokens):
-  """Reads prompts into a cache.
-
-  Returns the last token's features `[N, D]`, the cache, and which of its slots
-  `[N, M]` may be attended. The last new token is never read: M = P + C - 1.
+  Args:
+    config: of the model.
+    prompts: number of prompts, N.
+    group_size: responses per prompt.
+    prompt_tokens: padded length of a prompt, P.
+    max_new_tokens: limit of a response, C.
+    slots: responses decoded at once; 0 means all.
+    cache_dtype: as for `generate`.
   """
-  batch, length = tokens.shape
-  slots = length + max_new_tokens - 1
-  # Slots of tokens yet to come count as valid: decode attends none after the
-  # token's own.
-  valid = jnp.pad(valid, ((0, 0), (0, slots - length)), constant_values=True)
-  positions = jnp.maximum(jnp.cumsum(valid[:, :length], axis=1) - 1, 0)
-  cache = decoder.init_cache(model.config, batch, slots)
-  hidden, cache = model.apply(
-      variables, tokens, valid, positions, cache, 0, method="decode"
-  )
-  return hidden[:, -1], cache, valid
+  slots = min(slots or prompts * group_size, prompts * group_size)
+  of = functools.partial(kv_cache.cache_bytes, config, dtype=cache_dtype)
+  whole = of(slots, prompt_tokens + decoding.circle(max_new_tokens))
+  halves = slots // 2 if slots // 2 >= decoding.LEAST else 0
+  moved = of(halves, prompt_tokens + decoding.circle(max_new_tokens))
+  return whole + max(of(_chunk(slots, group_size), prompt_tokens), moved)
 
 
-def _sample(scaled, key):
-  """Draws from softmax(scaled `[B, V]`); returns tokens and log-probs `[B]`.
+def _chunk(slots, group_size):
+  """Prompts that are read at once: those of as many responses as slots."""
+  return -(-slots // group_size)
 
-  In two steps, first a block of the vocabulary and then a token of it: noise
-  and argmax over the whole vocabulary would take longer than the head.
+
+class _Schedule:
+  """What the host knows: which response is in which slot, and what it is.
+
+  Attributes:
+    waiting: the next response to begin; `total` when all have.
+    rows: `[S]` int32, the response in each slot.
+    alive: `[S]` bool, whether it goes on.
   """
-  block_key, token_key = jax.random.split(key)
-  pad = -scaled.shape[1] % _BLOCK
-  scaled = jnp.pad(
-      scaled.astype(jnp.float32), ((0, 0), (0, pad)), constant_values=-jnp.inf
+
+  def __init__(self, total: int, slots: int, max_new_tokens: int):
+    self.total, self.waiting = total, 0
+    self.rows = np.zeros(slots, np.int32)
+    self.alive = np.zeros(slots, bool)
+    shape = (total, max_new_tokens)
+    self._tokens = np.zeros(shape, np.int32)
+    self._log_probs = np.zeros(shape, np.float32)
+    self._lengths = np.zeros(total, np.int64)
+    self._finished = np.zeros(total, bool)
+
+  def assign(self, limit: int) -> np.ndarray:
+    """Gives free slots to responses before `limit`; which slots `[S]` bool."""
+    free = np.flatnonzero(~self.alive)[: limit - self.waiting]
+    self.rows[free] = self.waiting + np.arange(len(free))
+    self.waiting += len(free)
+    fresh = np.zeros(len(self.rows), bool)
+    fresh[free] = True
+    return fresh
+
+  def record(self, found: dict[str, np.ndarray]) -> None:
+    """Takes in what the programs of `decoding` report."""
+    mask = found["mask"]
+    # A row's tokens are the first of a block: none follows its end.
+    step, slot = np.nonzero(mask)
+    row = self.rows[slot]
+    place = self._lengths[row] + step
+    self._tokens[row, place] = found["tokens"][step, slot]
+    self._log_probs[row, place] = found["log_probs"][step, slot]
+    acted = mask.any(axis=0)
+    self._lengths[self.rows[acted]] += mask.sum(axis=0)[acted]
+    self._finished[self.rows[acted]] = found["finished"][acted]
+    self.alive = found["alive"].copy()
+
+  def halve(self) -> np.ndarray | None:
+    """The slots `[S / 2]` to move to where half are enough, or None."""
+    half = len(self.rows) // 2
+    if (
+        self.waiting < self.total
+        or half < decoding.LEAST
+        or self.alive.sum() > half
+    ):
+      return None
+    kept = np.argsort(~self.alive, kind="stable")[:half].astype(np.int32)
+    self.rows, self.alive = self.rows[kept], self.alive[kept]
+    return kept
+
+  def floor(self) -> int:
+    """How many may be alive for a block to end before its last step."""
+    slots = len(self.rows)
+    if self.waiting < self.total:
+      # To begin in each free slot at once would cost a pause each.
+      return slots - max(slots // 8, 1)
+    half = slots // 2
+    return half if half >= decoding.LEAST and self.alive.sum() > half else 0
+
+  def rollout(
+      self,
+      tokens: np.ndarray,
+      valid: np.ndarray,
+      group_size: int,
+      pad_id: int,
+  ) -> Rollout:
+    """The record, behind its prompts `[N, P]`."""
+    mask = np.arange(self._tokens.shape[1]) < self._lengths[:, None]
+    repeat = lambda x: np.repeat(x, group_size, axis=0)
+    join = lambda left, right: jnp.asarray(np.concatenate([left, right], 1))
+    before = lambda dtype: np.zeros((self.total, tokens.shape[1]), dtype)
+    return Rollout(
+        tokens=join(repeat(tokens), np.where(mask, self._tokens, pad_id)),
+        valid=join(repeat(valid), mask),
+        completion_mask=join(before(bool), mask),
+        log_probs=join(before(np.float32), self._log_probs),
+        finished=jnp.asarray(self._finished),
+    )
+
+
+def _run(model, options, sampler, schedule, tokens, valid, group_size, dtype):
+  """Decodes all responses to prompts `[N, P]` into the schedule."""
+  n_slots, max_new_tokens = len(schedule.rows), options.sampling.max_new_tokens
+  slots = decoding.empty(
+      model.config, n_slots, tokens.shape[1], max_new_tokens, dtype
   )
-  blocks = scaled.reshape(scaled.shape[0], -1, _BLOCK)
-  masses = jax.nn.logsumexp(blocks, axis=-1)
-  block = jax.random.categorical(block_key, masses)
-  inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-  offset = jax.random.categorical(token_key, inside)
-  picked = jnp.take_along_axis(inside, offset[:, None], axis=1)[:, 0]
-  tokens = (block * _BLOCK + offset).astype(jnp.int32)
-  return tokens, picked - jax.nn.logsumexp(masses, axis=-1)
+  size = decoding.circle(max_new_tokens)
+  chunk = _chunk(n_slots, group_size)
+  index, first, last, pool = 0, 0, 0, None  # Prompts `first ... last - 1`.
+  while True:
+    while schedule.waiting < schedule.total and not schedule.alive.all():
+      if schedule.waiting >= last * group_size:
+        pool = None  # Before there is another.
+        # All chunks are of one shape: the last prompt fills up.
+        read = np.minimum(last + np.arange(chunk), len(tokens) - 1)
+        pool = decoding.read_prompts(
+            model, sampler.params, tokens[read], valid[read], dtype
+        )
+        first, last = last, min(last + chunk, len(tokens))
+      fresh = schedule.assign(last * group_size)
+      prompts = np.where(fresh, schedule.rows // group_size, first)
+      slots, record = decoding.begin(
+          model,
+          options,
+          sampler,
+          slots,
+          pool,
+          fresh,
+          (prompts - first).astype(np.int32),
+          schedule.rows,
+          valid[prompts],
+      )
+      schedule.record(jax.device_get(record))
+    if not schedule.alive.any():
+      return
+    if schedule.waiting == schedule.total:
+      pool = None
+      while (kept := schedule.halve()) is not None:
+        slots = decoding.move(slots, kept)
+    slots, record = decoding.decode(
+        model,
+        options,
+        sampler,
+        slots,
+        np.int32(index),
+        np.int32(schedule.floor()),
+    )
+    record = jax.device_get(record)
+    index = (index + int(record["steps"])) % size
+    schedule.record(record)

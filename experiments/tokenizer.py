@@ -5,8 +5,10 @@ from the metadata of a GGUF file.
 """
 
 from collections.abc import Mapping, Sequence
+import functools
 import json
 import pathlib
+import re
 from typing import Any
 
 from experiments.extras import require
@@ -101,6 +103,35 @@ class Tokenizer:
     """The text of token ids, with or without special tokens."""
     ids = [int(i) for i in ids]
     return self._backend.decode(ids, skip_special_tokens=skip_special)
+
+  def token_bytes(self) -> list[bytes]:
+    """What each id adds to a decoded text, in UTF-8; `[vocab_size]` long.
+
+    Special tokens add nothing, as in `decode`. A character may go over several
+    tokens.
+
+    Raises:
+      ValueError: if the tokenizer's decoder is neither byte-level nor one of
+        words that begin with `▁` (SentencePiece).
+    """
+    decoder = json.loads(self._backend.to_str())["decoder"]
+    name = None if decoder is None else decoder["type"]
+    if name not in ("ByteLevel", "Sequence", "Metaspace"):
+      raise ValueError(
+          f"this tokenizer's decoder {name!r} is not supported here: give no"
+          " stop strings"
+      )
+    added = self._backend.get_added_tokens_decoder()
+    convert = _byte_level if name == "ByteLevel" else _word_piece
+
+    def one(index):
+      if index in added:
+        token = added[index]
+        return b"" if token.special else token.content.encode()
+      text = self._backend.id_to_token(index)
+      return b"" if text is None else convert(text)
+
+    return [one(i) for i in range(self.vocab_size)]
 
   def apply_chat(
       self, messages: Sequence[Message], add_generation_prompt: bool = True
@@ -270,6 +301,35 @@ def _add_tokens(backend, names, types):
       [token(name, special=True, normalized=False) for name in control]
   )
   backend.add_tokens([token(name, normalized=False) for name in defined])
+
+
+@functools.cache
+def _byte_of() -> dict[str, int]:
+  """The byte that each character of a byte-level vocabulary stands for.
+
+  Printable bytes stand for themselves, and the others for what follows U+0100
+  (GPT-2's table).
+  """
+  printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  others = [i for i in range(256) if i not in printable]
+  table = {chr(i): i for i in printable}
+  return table | {chr(256 + n): i for n, i in enumerate(others)}
+
+
+def _byte_level(text):
+  """Bytes of a byte-level token; one with other characters is plain text."""
+  table = _byte_of()
+  if any(char not in table for char in text):
+    return text.encode()
+  return bytes(table[char] for char in text)
+
+
+def _word_piece(text):
+  """Bytes of a SentencePiece token."""
+  byte = re.fullmatch(r"<0x([0-9A-F]{2})>", text)
+  if byte:
+    return bytes([int(byte[1], 16)])
+  return text.replace("▁", " ").encode()
 
 
 def _content(settings, name):
