@@ -124,7 +124,7 @@ class Watch:
 
   | warning | when, of means over 10 updates |
   |---|---|
-  | reward collapse | below the best by half of it, and by 3 deviations |
+  | reward collapse | below the best by half of it, and by 2 deviations |
   | growing responses | twice as long as in the first 10 updates |
   | cut-off responses | 90 % of the limit, and most do not end by themselves |
   | entropy collapse | a twentieth of that of the first 10 updates |
@@ -160,7 +160,7 @@ class Watch:
 
   def _reward(self, reward: "_Mean") -> Iterator[_Found]:
     drop = reward.best - reward.now
-    bad = drop > max(0.5 * abs(reward.best), 3 * reward.spread_at_best)
+    bad = drop > max(0.5 * abs(reward.best), 2 * reward.spread_at_best)
     yield "reward", bad, (
         f"reward collapse: {reward.now:.3g} in the last {_WINDOW} updates,"
         f" {reward.best:.3g} at best"
