@@ -1,4 +1,4 @@
-"""Tests of advantages, log-probs and loss against float64 NumPy oracles."""
+"""Tests of log-probs and entropies against a float64 NumPy oracle."""
 
 import functools
 
@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import grpo
+from experiments import likelihood
 
 _B, _T, _D, _V = 3, 11, 5, 37
 _START = 4
 _LENGTHS = (7, 0, 3)  # Full, empty and short completions.
-_CLIPS = (0.2, 0.3)
 
 
 @functools.cache
@@ -62,7 +61,7 @@ def _statistics(
   """Of the tokens from `start` on, with zeros `[B, T]` before it."""
   batch = _batch()
   mask = batch["completion_mask"] if mask is None else mask
-  found = grpo.token_statistics(
+  found = likelihood.token_statistics(
       head_fn,
       params,
       _hidden(params, batch["tokens"], batch["valid"])[:, start - 1 : -1],
@@ -172,7 +171,7 @@ def _features_and_heads():
 
 def _weighted(hidden, heads, head_fn=_two_heads, chunk_size=6):
   batch = _batch()
-  log_probs, _ = grpo.token_statistics(
+  log_probs, _ = likelihood.token_statistics(
       head_fn,
       heads,
       hidden,
@@ -260,213 +259,3 @@ def test_no_buffer_holds_all_logits():
 def test_bad_statistics_arguments(options, message):
   with pytest.raises(ValueError, match=message):
     _statistics(_params(), **options)
-
-
-def test_group_advantages():
-  rewards = [1.0, 0.0, 0.0, 1.0, 0.5, 2.0, -1.0, 0.25]
-  groups = np.asarray(rewards).reshape(2, 4)
-  centred = groups - groups.mean(axis=1, keepdims=True)
-  expected = centred / (groups.std(axis=1, keepdims=True) + 1e-4)
-  found = grpo.group_advantages(jnp.asarray(rewards), 4)
-  np.testing.assert_allclose(found, expected.reshape(-1), rtol=1e-5)
-  assert found.dtype == jnp.float32
-
-
-@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1e-30, 1 / 3, -7e8])
-@pytest.mark.parametrize("group_size", [2, 3, 7, 8])
-def test_equal_rewards_have_no_advantage(value, group_size):
-  rewards = jnp.full(2 * group_size, value)
-  found = grpo.group_advantages(rewards, group_size)
-  np.testing.assert_array_equal(found, 0.0)
-
-
-def test_groups_do_not_mix():
-  found = grpo.group_advantages(jnp.asarray([0.0, 0.0, 0.0, 1.0]), 2)
-  np.testing.assert_array_equal(found[:2], 0.0)
-  np.testing.assert_allclose(found[2:], [-1, 1], rtol=1e-3)
-
-
-@pytest.mark.parametrize("group_size", [0, 1, 3])
-def test_bad_group_size(group_size):
-  with pytest.raises(ValueError, match=f"4 rewards, got {group_size}"):
-    grpo.group_advantages(jnp.zeros(4), group_size)
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (0,), ()])
-def test_bad_rewards(shape):
-  with pytest.raises(ValueError, match="rewards must have shape"):
-    grpo.group_advantages(jnp.zeros(shape), 2)
-
-
-def _loss_inputs(seed=0, scale=0.3):
-  rng = np.random.default_rng(seed)
-  old = -rng.uniform(0.1, 3.0, size=(_B, _T))
-  return {
-      "log_probs": old + rng.normal(0, scale, size=(_B, _T)),
-      "old_log_probs": old,
-      "advantages": np.asarray([1.5, -0.7, -0.4]),
-      "completion_mask": _batch()["completion_mask"],
-  }
-
-
-def _oracle_loss(
-    log_probs, old_log_probs, advantages, completion_mask, normalizer
-):
-  """Loss and metrics, a loop over tokens in float64."""
-  loss, ratios, clipped, kl = 0.0, [], [], []
-  for b, t in zip(*np.nonzero(completion_mask), strict=True):
-    log_ratio = np.clip(log_probs[b, t] - old_log_probs[b, t], -20, 20)
-    ratio = np.exp(log_ratio)
-    free = ratio * advantages[b]
-    bounded = min(max(ratio, 1 - _CLIPS[0]), 1 + _CLIPS[1]) * advantages[b]
-    loss -= min(free, bounded) / normalizer
-    ratios.append(ratio)
-    clipped.append(bounded < free)
-    kl.append(ratio - 1 - log_ratio)
-  metrics = {
-      "tokens": len(ratios),
-      "ratio_mean": np.mean(ratios) if ratios else 0.0,
-      "ratio_max": np.max(ratios) if ratios else 0.0,
-      "clip_fraction": np.mean(clipped) if clipped else 0.0,
-      "kl": np.mean(kl) if kl else 0.0,
-  }
-  return loss, metrics
-
-
-def _loss(normalizer=10.0, **inputs):
-  inputs = {name: jnp.asarray(value) for name, value in inputs.items()}
-  return grpo.grpo_loss(
-      **inputs,
-      clip_low=_CLIPS[0],
-      clip_high=_CLIPS[1],
-      normalizer=normalizer,
-  )
-
-
-@pytest.mark.parametrize(
-    ("scale", "clips"), [(0.0, False), (0.01, False), (0.3, True), (2.0, True)]
-)
-def test_loss_and_metrics(scale, clips):
-  inputs = _loss_inputs(scale=scale)
-  loss, metrics = _loss(**inputs)
-  expected, expected_metrics = _oracle_loss(**inputs, normalizer=10.0)
-  np.testing.assert_allclose(loss, expected, rtol=1e-5)
-  assert metrics.keys() == expected_metrics.keys()
-  for name, value in expected_metrics.items():
-    np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-7)
-  assert (metrics["clip_fraction"] > 0) == clips
-
-
-@pytest.mark.parametrize("scale", [0.3, 2.0])
-def test_loss_gradient(scale):
-  inputs = _loss_inputs(scale=scale)
-  grads = jax.grad(lambda x: _loss(**(inputs | {"log_probs": x}))[0])(
-      jnp.asarray(inputs["log_probs"])
-  )
-  expected = np.zeros((_B, _T))
-  for index in np.ndindex(_B, _T):
-    ends = []
-    for step in (1e-6, -1e-6):
-      moved = inputs["log_probs"].copy()
-      moved[index] += step
-      changed = inputs | {"log_probs": moved}
-      ends.append(_oracle_loss(**changed, normalizer=10.0)[0])
-    expected[index] = (ends[0] - ends[1]) / 2e-6
-  np.testing.assert_allclose(grads, expected, rtol=1e-3, atol=1e-6)
-  # Some tokens are clipped and have none; some are not.
-  zero = np.asarray(grads)[inputs["completion_mask"]] == 0
-  assert zero.any() and not zero.all()
-
-
-def test_on_policy_gradient_is_the_policy_gradient():
-  inputs = _loss_inputs(scale=0.0)
-  grads = jax.grad(lambda x: _loss(**(inputs | {"log_probs": x}))[0])(
-      jnp.asarray(inputs["log_probs"])
-  )
-  expected = -inputs["advantages"][:, None] * inputs["completion_mask"] / 10.0
-  np.testing.assert_allclose(grads, expected, rtol=1e-6)
-
-
-def test_equal_rewards_give_no_gradient():
-  inputs = _loss_inputs() | {
-      "advantages": grpo.group_advantages(jnp.full(_B, 0.1), _B)
-  }
-  grads = jax.grad(lambda x: _loss(**(inputs | {"log_probs": x}))[0])(
-      jnp.asarray(inputs["log_probs"])
-  )
-  np.testing.assert_array_equal(grads, 0.0)
-
-
-def test_micro_batches_add_up():
-  inputs = _loss_inputs()
-  loss, metrics = _loss(**inputs)
-  parts = [
-      _loss(**{name: value[b : b + 1] for name, value in inputs.items()})
-      for b in range(_B)
-  ]
-  np.testing.assert_allclose(sum(part[0] for part in parts), loss, rtol=1e-5)
-  stacked = jax.tree.map(lambda *x: jnp.stack(x), *(m for _, m in parts))
-  merged = grpo.merge_metrics(stacked)
-  assert merged.keys() == metrics.keys()
-  for name, value in metrics.items():
-    np.testing.assert_allclose(merged[name], value, rtol=1e-5)
-  # A plain mean over micro-batches would be another number.
-  assert abs(np.mean(stacked["kl"]) - metrics["kl"]) > 1e-4
-
-
-@pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])
-def test_nothing_outside_the_mask_counts(garbage):
-  inputs = _loss_inputs()
-  outside = ~inputs["completion_mask"]
-  dirty = dict(inputs)
-  for name in ("log_probs", "old_log_probs"):
-    dirty[name] = np.where(outside, garbage, inputs[name])
-  loss = lambda x: _loss(**(dirty | {"log_probs": x}))[0]
-  assert loss(dirty["log_probs"]) == _loss(**inputs)[0]
-  grads = jax.grad(loss)(jnp.asarray(dirty["log_probs"]))
-  np.testing.assert_array_equal(grads[outside], 0.0)
-  assert np.all(np.isfinite(grads))
-
-
-def test_no_completion_token_at_all():
-  inputs = _loss_inputs() | {"completion_mask": np.zeros((_B, _T), bool)}
-  loss, metrics = _loss(**inputs)
-  assert loss == 0.0
-  assert all(value == 0.0 for value in metrics.values())
-  merged = grpo.merge_metrics(jax.tree.map(lambda x: x[None], metrics))
-  assert all(value == 0.0 for value in merged.values())
-
-
-@pytest.mark.parametrize("gap", [100.0, -100.0])
-def test_huge_ratios_stay_finite(gap):
-  inputs = _loss_inputs(scale=0.0)
-  inputs["log_probs"] = inputs["old_log_probs"] + gap
-  loss, metrics = _loss(**inputs)
-  expected, expected_metrics = _oracle_loss(**inputs, normalizer=10.0)
-  np.testing.assert_allclose(loss, expected, rtol=1e-5)
-  for name, value in expected_metrics.items():
-    np.testing.assert_allclose(metrics[name], value, rtol=1e-5)
-  np.testing.assert_allclose(metrics["ratio_max"], np.exp(np.sign(gap) * 20.0))
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"log_probs": np.zeros((_B, 1))}, "must have one shape"),
-        ({"old_log_probs": np.zeros((_B,))}, "must have one shape"),
-        ({"advantages": np.zeros((_B, 1))}, r"advantages must have shape \(3,"),
-        ({"advantages": np.zeros(())}, r"advantages must have shape \(3,"),
-        ({"completion_mask": np.ones((_B, _T))}, "must be bool, got float"),
-    ],
-)
-def test_bad_loss_arrays(changed, message):
-  with pytest.raises(ValueError, match=message):
-    _loss(**(_loss_inputs() | changed))
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(-0.1, 0.2), (1.1, 0.2), (0.2, -0.1), (float("nan"), 0.2)]
-)
-def test_bad_clips(low, high):
-  with pytest.raises(ValueError, match=f"got {low} and {high}"):
-    grpo.grpo_loss(**_loss_inputs(), clip_low=low, clip_high=high, normalizer=1)
