@@ -1,7 +1,6 @@
 """Tests of prompts by index and of verifiable rewards."""
 
 import decimal
-import json
 import re
 
 import numpy as np
@@ -12,15 +11,6 @@ from experiments import tasks
 
 def _content(example):
   return example.prompt[-1]["content"]
-
-
-def _write(path, rows):
-  path.write_text("\n".join(rows) + "\n", encoding="utf-8")
-  return f"jsonl:{path}"
-
-
-def _row(prompt, answer):
-  return json.dumps({"prompt": prompt, "answer": answer})
 
 
 @pytest.mark.parametrize(
@@ -111,7 +101,8 @@ def test_examples_are_a_function_of_seed_and_index(name):
     [
         ("adition", "'addition'"),
         ("reasoning-gym:chain_sum", "unknown task"),
-        ("poetry", "known: addition, jsonl, reasoning_gym"),
+        ("poetry", "known: <module>:<function>, addition, jsonl, parquet, r"),
+        ("no_such_module:rows", "unknown task"),
     ],
 )
 def test_unknown_task_names_the_nearest(name, near):
@@ -155,29 +146,29 @@ class _Scored(tasks.Addition):
 
   def __init__(self, rewards):
     super().__init__("1", 0)
-    self.name = "scored"
-    self._rewards = rewards
+    self._rewards = dict(zip("ab", rewards, strict=True))
 
-  def reward(self, prompts, completions, *, answer):
-    del prompts, completions, answer
-    return self._rewards
+  def reward(self, example, completion):
+    del example
+    return self._rewards[completion]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_reward_that_is_not_finite(bad):
+@pytest.mark.parametrize(
+    "bad", [float("nan"), float("inf"), -float("inf"), None, "1", [1.0, 2.0]]
+)
+def test_reward_that_is_not_a_finite_number(bad):
   task = _Scored([1.0, bad])
   examples = task.heldout()[:2]
-  with pytest.raises(ValueError, match=f"'scored' .*{bad} at index 1.*'b'"):
+  match = f"'addition' .*{re.escape(repr(bad))} at index 1.*'b'.*finite"
+  with pytest.raises(ValueError, match=match):
     tasks.checked_rewards(task, examples, ["a", "b"])
 
 
-@pytest.mark.parametrize("rewards", [[], [1.0], [1.0, 0.0, 1.0]])
-def test_wrong_number_of_rewards(rewards):
-  task = _Scored(rewards)
-  with pytest.raises(
-      ValueError, match=f"'scored' returned {len(rewards)} rewards for 2"
-  ):
-    tasks.checked_rewards(task, task.heldout()[:2], ["a", "b"])
+@pytest.mark.parametrize("good", [True, 1, np.float32(1), np.ones(())])
+def test_reward_that_is_a_number(good):
+  task = _Scored([0.5, good])
+  rewards = tasks.checked_rewards(task, task.heldout()[:2], ["a", "b"])
+  np.testing.assert_array_equal(rewards, [0.5, 1])
 
 
 def test_examples_and_completions_must_pair_up():
@@ -187,110 +178,70 @@ def test_examples_and_completions_must_pair_up():
   assert tasks.checked_rewards(task, [], []).shape == (0,)
 
 
-def test_jsonl(tmp_path):
-  chat = [{"role": "user", "content": "Capital of France?"}]
-  rows = [_row("1+1?", 2), _row(chat, "Paris"), "", _row("half?", 0.5)]
-  task = tasks.make_task(_write(tmp_path / "a.jsonl", rows), 0)
-  examples = [*task.heldout(), *(task.train(i) for i in range(2))]
-  assert {_content(x) for x in examples} == {
-      "1+1?",
-      "Capital of France?",
-      "half?",
-  }
-  for example in examples:
-    answer = example.columns["answer"]
-    completions = {
-        "2": ["so it is 2.", "2.0", "3", "two"],
-        "0.5": ["It is 0.5", "0.50", "5", "1/2"],
-        "Paris": ["Paris", " paris\n", "London", "Paris or London"],
-    }[answer]
-    rewards = tasks.checked_rewards(task, [example] * 4, completions)
-    np.testing.assert_array_equal(rewards, [1, 1, 0, 0])
-
-
-def test_jsonl_splits_by_prompt(tmp_path):
-  rows = [_row(f"p{i % 10}", i) for i in range(40)]
-  name = _write(tmp_path / "a.jsonl", rows)
-  task = tasks.make_task(name, 0, heldout_size=3)
-  held = {_content(x) for x in task.heldout()}
-  assert len(held) == 3 and len(task.heldout()) == 12
-  train = [task.train(i) for i in range(28)]
-  assert not held & {_content(x) for x in train}
-  assert len({x.columns["answer"] for x in train}) == 28
-  # A small file keeps at least half of its prompts for training.
-  assert len(tasks.make_task(name, 0).heldout()) == 20
+def test_addition_is_well_formed():
+  task = tasks.make_task("addition", 0)
+  example = task.train(0)
+  for text in ("8", " 8.\n", "-1"):
+    assert task.well_formed(example, text), text
+  for text in ("It is 8", "8 9", "", "eight"):
+    assert not task.well_formed(example, text), text
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("name", "message"),
     [
-        ("{", "not JSON"),
-        ("[1]", "must be an object with 'prompt' and 'answer'"),
-        ('{"prompt": "a"}', "must be an object with 'prompt' and 'answer'"),
-        (_row("", 1), "'prompt' must be"),
-        (_row([], 1), "'prompt' must be"),
-        (_row([{"role": "user"}], 1), "'prompt' must be"),
-        (_row("a", None), "'answer' must be a string or a number, got None"),
-        (_row("a", True), "'answer' must be a string or a number, got True"),
-        (_row("a", " "), "'answer' must not be empty"),
+        ("", "must be a name or a weighted sum, got ''"),
+        ("0*addition + addition:2", "positive number, got '0'"),
+        ("-1*addition + addition:2", "positive number, got '-1'"),
+        ("nan*addition + addition:2", "positive number, got 'nan'"),
+        ("addition*2", "positive number, got 'addition'"),
+        ("addition + addition", "'addition' twice"),
+        ("addition + addition:1", "'addition' twice"),
+        ("addition +  + addition:2", "a term without a name"),
+        ("0.5* + addition:2", "a term without a name"),
+        ("addition + 0.0001*addition:2", "'addition:2' is .* a thousandth"),
+        ("addition?size=2", "unknown option of addition 'size'; known: none"),
+        ("jsonl:a?heldout_siz=2", "did you mean 'heldout_size'"),
+        ("jsonl:a?verifier=math", 'not JSON; .*key="value"'),
+        ("jsonl:a?x=1&x=2", "sets 'x' twice"),
     ],
 )
-def test_jsonl_errors_name_the_line(tmp_path, line, message):
-  name = _write(tmp_path / "a.jsonl", [_row("x", 1), "", line])
-  with pytest.raises(ValueError, match=f"a.jsonl:3: {message}"):
+def test_names_that_are_refused(name, message):
+  with pytest.raises(ValueError, match=message):
     tasks.make_task(name, 0)
 
 
-def test_jsonl_needs_two_prompts(tmp_path):
-  name = _write(tmp_path / "a.jsonl", [_row("x", 1), _row("x", 2)])
-  with pytest.raises(ValueError, match=r"two different prompts.* got 1"):
-    tasks.make_task(name, 0)
+def test_mixture_has_exact_shares_and_walks_each_task_without_gaps():
+  name = "3*addition + 0.01*addition:2"
+  task = tasks.make_task(name, 7)
+  parts = {n: tasks.make_task(n, 7) for n in ("addition", "addition:2")}
+  examples = [task.train(i) for i in range(2000)]
+  for part, share in zip(parts, (3, 0.01), strict=True):
+    own = [x for x in examples if x.task == part]
+    assert abs(len(own) / 2000 - share / 3.01) < 1e-3
+    assert own == [parts[part].train(i) for i in range(len(own))]
+  # A function of the index alone.
+  assert examples[1500] == tasks.make_task(name, 7).train(1500)
 
 
-def test_jsonl_without_a_file(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
-    tasks.make_task(f"jsonl:{tmp_path / 'none.jsonl'}", 0)
+def test_mixture_is_mixed_and_depends_on_the_seed():
+  orders = []
+  for seed in range(3):
+    task = tasks.make_task("addition + addition:2", seed)
+    order = [task.train(i).task == "addition" for i in range(1000)]
+    assert sum(order) == 500
+    # A permutation has about half as many changes as positions.
+    assert 400 < np.sum(np.diff(order)) < 600
+    orders.append(tuple(order))
+  assert len(set(orders)) == 3
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.0, True])
-def test_bad_heldout_size(tmp_path, size):
-  name = _write(tmp_path / "a.jsonl", [_row("x", 1), _row("y", 2)])
-  with pytest.raises(ValueError, match=f"heldout_size .* got {size}"):
-    tasks.make_task(name, 0, heldout_size=size)
-
-
-@pytest.mark.parametrize("dataset", ["chain_sum", "leg_counting"])
-def test_reasoning_gym_scores_its_own_answers(dataset):
-  pytest.importorskip("reasoning_gym")
-  task = tasks.make_task(f"reasoning_gym:{dataset}", 0, heldout_size=4)
-  examples = [*task.heldout(), task.train(0), task.train(10**6)]
-  answers = [x.columns["entry"]["answer"] for x in examples]
-  tagged = [f"Hm. <answer>{x}</answer>" for x in answers]
-  for completions in (answers, tagged):
-    np.testing.assert_array_equal(
-        tasks.checked_rewards(task, examples, completions), 1.0
-    )
-  lost = tasks.checked_rewards(task, examples, ["nothing"] * len(examples))
-  assert np.max(lost) < 0.1
-
-
-def test_reasoning_gym_never_trains_on_heldout_questions():
-  pytest.importorskip("reasoning_gym")
-  name = "reasoning_gym:chain_sum"
-  # A hundred questions in all, so that draws meet held-out ones often.
-  small = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-  task = tasks.make_task(name, 0, heldout_size=50, **small)
-  held = {x.columns["entry"]["question"] for x in task.heldout()}
-  train = {task.train(i).columns["entry"]["question"] for i in range(300)}
-  assert len(held) > 20 and len(train) > 20
-  assert not held & train
-  with pytest.raises(ValueError, match="lower heldout_size"):
-    everything = tasks.make_task(name, 0, heldout_size=5000, **small)
-    for index in range(10):
-      everything.train(index)
-
-
-def test_reasoning_gym_unknown_data_set():
-  pytest.importorskip("reasoning_gym")
-  with pytest.raises(ValueError, match="did you mean 'chain_sum'"):
-    tasks.make_task("reasoning_gym:chain_sums", 0)
+def test_mixture_holds_out_all_and_scores_by_task():
+  task = tasks.make_task("addition + 0.5*addition:2", 0)
+  held = task.heldout()
+  own = [tasks.make_task(n, 0).heldout() for n in ("addition", "addition:2")]
+  assert held == own[0] + own[1]
+  right = [x.columns["answer"] for x in held]
+  np.testing.assert_array_equal(tasks.checked_rewards(task, held, right), 1)
+  with pytest.raises(ValueError, match="at least 0, got -1"):
+    task.train(-1)

@@ -1,0 +1,235 @@
+r"""Final answers in text, and whether two of them are the same.
+
+A final answer is *marked* where it stands in `\boxed{...}` (MATH), or after
+`####` at the end (GSM8K). An answer of a problem is compared by one verifier:
+
+| verifier | an answer such as | a response is right if |
+|---|---|---|
+| `number` | `18`, `1,024`, `0.5` | its marked answer is that number; without \
+a marked one, its last number is |
+| `math` | `\frac{1}{2}`, `(3, 4)`, anything that was in `\boxed{}` | \
+`math-verify` finds its marked answer, or the last formula, equal |
+| `text` | `Paris` | its marked answer, or all of it, is the same text up to \
+case and white space |
+"""
+
+import decimal
+import functools
+import logging
+import re
+from typing import Any, NamedTuple
+
+from experiments import extras
+
+# ASCII digits only, with thousands separators and decimals. A sign counts
+# unless a digit precedes it: "3-8" are the numbers 3 and 8.
+_NUMBER = re.compile(
+    r"(?<![\w.])(?:(?<!\d)-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
+)
+_BOXED = re.compile(r"\\f?boxed\s*\{")
+# What may follow a number that is an answer, or precede it.
+_UNITS = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{[^{}]*\}|\\[$%!,;: ]")
+# LaTeX of a word: \text{Evelyn} is the text Evelyn.
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}")
+# What no text has, beside the command of a word.
+_LATEX = re.compile(r"[\\^_{}]")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_DATE = re.compile(r"\d+([-:]\d+)+")
+# What may stand on the lines after a marked answer.
+_CLOSING = " \t\r\n$.\\])*"
+
+VERIFIERS = ("number", "math", "text")
+
+
+class Answer(NamedTuple):
+  """The right answer of a problem.
+
+  Attributes:
+    text: the answer alone, without its mark.
+    verifier: `'number'`, `'math'` or `'text'`.
+  """
+
+  text: str
+  verifier: str
+
+
+class _Marked(NamedTuple):
+  """A marked answer in a text, and what follows it."""
+
+  text: str
+  rest: str
+  boxed: bool
+
+
+def last_number(text: str) -> decimal.Decimal | None:
+  """The last number written in digits, or None.
+
+  Only the last one counts, so a response that lists every candidate makes a
+  single guess like any other. `'8.0'` is 8, `'8.5'` is not, and `'1,024'` is
+  1024.
+  """
+  matches = _NUMBER.findall(text)
+  if not matches:
+    return None
+  return decimal.Decimal(matches[-1].replace(",", ""))
+
+
+def plain_number(text: str) -> decimal.Decimal | None:
+  """The number that a text is as a whole (`'1,024'`, `'-0.5'`), or None."""
+  try:
+    number = decimal.Decimal(text.strip().replace(",", ""))
+  except decimal.InvalidOperation:
+    return None
+  return number if number.is_finite() else None
+
+
+def parse(field: str, verifier: str | None = None) -> Answer:
+  r"""The right answer in a field of a data set.
+
+  Args:
+    field: an answer alone; or text with `#### answer` at its end (GSM8K) or
+      with `\boxed{answer}` (MATH), of which the last one counts.
+    verifier: how to compare it; by default as the module's table says.
+
+  Returns:
+    The answer.
+
+  Raises:
+    ValueError: no verifier can use it; says why.
+    ImportError: the verifier is `math`, and `math-verify` (extra `tasks`) is
+      not installed.
+  """
+  marked = _marked(field)
+  if marked is None and _BOXED.search(field):
+    raise ValueError("a \\boxed{ that is not closed")
+  text = (marked.text if marked else field).strip()
+  if not text:
+    raise ValueError("an empty answer")
+  if verifier is None:
+    verifier = _verifier(text, bool(marked and marked.boxed))
+  number = plain_number(text)
+  if verifier == "number" and number is None:
+    raise ValueError(f"{text[:80]!r} is not a number")
+  if verifier == "math" and number is None and not _formulas(text):
+    raise ValueError(f"math-verify finds no formula in {text[:80]!r}")
+  if verifier == "text":
+    text = _TEXT.sub(r"\1", text)
+    if "\n" in text:
+      raise ValueError(
+          f"{text[:80]!r} has several lines; end it with '#### answer' or"
+          " \\boxed{answer}"
+      )
+  return Answer(text, verifier)
+
+
+def same(completion: str, answer: Answer) -> bool:
+  """Whether a response gives the answer; see the module's table."""
+  marked = _marked(completion)
+  match answer.verifier:
+    case "number":
+      return _stated_number(completion, marked) == plain_number(answer.text)
+    case "math":
+      return _equal_formulas(completion, marked, answer.text)
+    case _:
+      text = _TEXT.sub(r"\1", marked.text) if marked else completion
+      return _folded(text) == _folded(answer.text)
+
+
+def ends_in_answer(completion: str) -> bool:
+  r"""Whether a response ends with a marked answer that is not empty.
+
+  No more than the rest of its line may follow.
+  """
+  marked = _marked(completion)
+  if marked is None or not marked.text.strip():
+    return False
+  _, _, after = marked.rest.partition("\n")
+  return not after.strip(_CLOSING)
+
+
+def _verifier(text, boxed):
+  """The verifier of an answer that does not say which."""
+  if plain_number(text) is not None:
+    return "math" if boxed else "number"
+  if _TEXT.fullmatch(text):
+    return "text"
+  if _LATEX.search(text):
+    return "math"
+  if _WORD.search(text) or _DATE.fullmatch(text):
+    return "text"
+  return "math" if boxed or re.search(r"[\d=+*/<>]", text) else "text"
+
+
+def _marked(text) -> _Marked | None:
+  """The last marked answer of a text."""
+  best = None
+  for match in _BOXED.finditer(text):
+    end = _closing_brace(text, match.end())
+    if end is not None:
+      inner = text[match.end() : end]
+      best = match.start(), _Marked(inner, text[end + 1 :], True)
+  at = text.rfind("####")
+  if at >= 0 and (best is None or at > best[0]):
+    line, newline, rest = text[at + 4 :].partition("\n")
+    return _Marked(line.strip(), newline + rest, False)
+  return best[1] if best else None
+
+
+def _closing_brace(text, start):
+  """Position of the brace that closes the one before `start`."""
+  depth = 1
+  for i in range(start, len(text)):
+    if text[i] in "{}" and text[i - 1] != "\\":
+      depth += 1 if text[i] == "{" else -1
+    if depth == 0:
+      return i
+  return None
+
+
+def _stated_number(completion, marked):
+  """The number that a response states, or None."""
+  if marked is None:
+    return last_number(completion)
+  text = _UNITS.sub(" ", marked.text)
+  # 2^{18} is not 18.
+  if re.search(r"[\\^_/{}*+]", text):
+    return None
+  return last_number(text)
+
+
+def _equal_formulas(completion, marked, answer):
+  """Whether math-verify finds the two equal."""
+  found = _parse_formulas(_boxed(marked.text) if marked else completion)
+  # No time limits here: they are signals, which only a main thread can set.
+  # The processes that score have their own.
+  return _library().verify(_formulas(answer), found, timeout_seconds=None)
+
+
+@functools.lru_cache(maxsize=256)
+def _formulas(answer) -> list[Any]:
+  """What math-verify parses of a right answer; empty if no formula."""
+  found = _parse_formulas(_boxed(answer))
+  # It falls back to the text where it fails.
+  return [] if all(isinstance(x, str) for x in found) else found
+
+
+def _boxed(text):
+  """A text that math-verify takes as one formula."""
+  return f"\\boxed{{{text}}}"
+
+
+def _parse_formulas(text) -> list[Any]:
+  """All that math-verify finds."""
+  return _library().parse(text, parsing_timeout=None)
+
+
+@functools.cache
+def _library():
+  """math-verify, without its warning that time limits are off."""
+  logging.getLogger("math_verify").setLevel(logging.ERROR)
+  return extras.require("math_verify", "tasks")
+
+
+def _folded(text):
+  """Text without case and with single spaces."""
+  return " ".join(text.split()).casefold()

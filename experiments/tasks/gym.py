@@ -1,0 +1,144 @@
+"""Procedural data sets of reasoning-gym, each with its own scorer."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import numpy as np
+
+from experiments import extras
+from experiments.tasks import base
+
+# Data sets are drawn in blocks: some of them prepare all their items when
+# created.
+_BLOCK = 10_000
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ReasoningGym(base.Task):
+  """A procedural data set of reasoning-gym with its own scorer.
+
+  The scored text is what stands between the last `<answer>` and `</answer>`,
+  or the whole completion where there are no such tags.
+  """
+
+  def __init__(
+      self, dataset: str, seed: int, *, heldout_size: int = 64, **config: Any
+  ):
+    """See `make_task`.
+
+    Args:
+      dataset: its name in reasoning-gym.
+      seed: content of the training examples.
+      heldout_size: questions to hold out, at most.
+      **config: fields of the data set's configuration (`max_digits=2`, ...).
+
+    Raises:
+      ValueError: for an unknown data set or field, or a value that the data
+        set refuses.
+    """
+    base.check_heldout_size(heldout_size)
+    factory = extras.require("reasoning_gym.factory", "tasks")
+    if dataset not in factory.DATASETS:
+      raise ValueError(
+          base.unknown("reasoning_gym data set", dataset, factory.DATASETS)
+      )
+    if dataset == "composite":
+      raise ValueError(
+          "reasoning_gym:composite is a mixture: write the sum of its data"
+          " sets, as in '0.5*reasoning_gym:gcd + 0.5*reasoning_gym:lcm'"
+      )
+    self.name = f"reasoning_gym:{dataset}"
+    _check_fields(self.name, factory.DATASETS[dataset][1], config)
+    self._arguments = dataset, seed, heldout_size, config
+    self._create = functools.partial(factory.create_dataset, dataset, **config)
+    self._seed = seed
+    self._heldout_size = heldout_size
+    try:
+      self._held = self._create(seed=base.SPLIT_SEED, size=heldout_size)
+    except (AssertionError, TypeError, ValueError) as error:
+      raise ValueError(f"{self.name} refuses {config}: {error}") from error
+
+  def __reduce__(self):
+    dataset, seed, heldout_size, config = self._arguments
+    make = functools.partial(type(self), heldout_size=heldout_size, **config)
+    return make, (dataset, seed), {"name": self.name}
+
+  def train(self, index: int) -> base.Example:
+    """The example at a position; a held-out question is drawn again."""
+    base.check_index(index)
+    block, offset = divmod(index, _BLOCK)
+    entry = self._block(block)[offset]
+    for attempt in range(1, 101):
+      if entry["question"] not in self._heldout:
+        return self._example(entry)
+      # Other items of this block, a pure function of index and attempt.
+      other = np.random.default_rng([self._seed, index, attempt])
+      entry = self._block(block)[int(other.integers(_BLOCK))]
+    raise ValueError(
+        f"{self.name} has too few different questions to hold out "
+        f"{len(self._heldout)}: lower heldout_size"
+    )
+
+  def heldout(self) -> list[base.Example]:
+    """At most `heldout_size` examples with different questions."""
+    return [self._example(entry) for entry in self._heldout.values()]
+
+  def reward(self, example: base.Example, completion: str) -> float:
+    """The data set's own score; 0 where the scorer fails on the response."""
+    entry = example.columns["entry"]
+    tagged = _TAGGED.findall(completion)
+    answer = (tagged[-1] if tagged else completion).strip()
+    try:
+      return float(self._held.score_answer(answer, entry))
+    except Exception:
+      # Many scorers parse the answer and raise on text that is none. A
+      # scorer that is broken altogether raises on its own answer as well.
+      if entry["answer"] is not None:
+        float(self._held.score_answer(entry["answer"], entry))
+      return 0.0
+
+  def well_formed(self, example: base.Example, completion: str) -> bool:
+    """Whether the response has one tagged answer and ends with it."""
+    del example
+    tagged = _TAGGED.findall(completion)
+    once = completion.count("<answer>") == completion.count("</answer>") == 1
+    ends = completion.rstrip().endswith("</answer>")
+    return once and ends and bool(tagged) and bool(tagged[0].strip())
+
+  @functools.cached_property
+  def _heldout(self):
+    """Held-out entries by question."""
+    entries = (self._held[i] for i in range(self._heldout_size))
+    return {entry["question"]: entry for entry in entries}
+
+  @functools.cached_property
+  def _block(self):
+    """The data set of a block; one is kept, as training walks in order."""
+    return functools.lru_cache(maxsize=1)(self._make_block)
+
+  def _make_block(self, block):
+    mixed = np.random.SeedSequence([self._seed, block]).generate_state(1)[0]
+    # reasoning-gym seeds item i with seed + i: neighbouring seeds would share
+    # items, hence the mixing.
+    return self._create(seed=int(mixed), size=_BLOCK)
+
+  def _example(self, entry):
+    instruction = "Give the final answer between <answer> and </answer>."
+    return base.Example(
+        prompt=base.user(f"{entry['question']}\n\n{instruction}"),
+        columns={"entry": entry},
+        task=self.name,
+    )
+
+
+def _check_fields(name, config_class, config):
+  """Refuses options that the data set's configuration does not have."""
+  known = {field.name for field in dataclasses.fields(config_class)}
+  known -= {"seed", "size"}  # Set by the task.
+  for key in config:
+    if key not in known:
+      raise ValueError(
+          base.unknown(f"option of {name}", key, {*known, "heldout_size"})
+      )
