@@ -1,28 +1,46 @@
-"""Accuracy on held-out prompts, by greedy decoding.
+"""How good a model is on held-out prompts: pass@k and maj@k, by task.
 
-python -m experiments.evaluate --model=DIR --task=addition
+  python -m experiments.evaluate --model=DIR --task=addition [--samples=8 \\
+    --k=1,4,8 --out=DIR]
+
+The model is a Hugging Face directory, a GGUF file, or the workdir of a training
+run. One sample is decoded greedily; several are drawn.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+import json
+import pathlib
+import sys
+from typing import Any
 
 from absl import app, flags
 import jax
 import numpy as np
 
-from experiments import decoder, pretrained, sharding, tasks
+from experiments import (
+    decoder,
+    passk,
+    samplers,
+    samples_page,
+    sharding,
+    statistics,
+    tasks,
+)
 from experiments import rollout as rollout_lib
+from experiments.samples_page import Sample as Sample
+from experiments.sampling import Sampling
 from experiments.tokenizer import Tokenizer
 
 PyTree = Any
 
+# Metrics by name, of one task.
+Metrics = dict[str, statistics.Interval]
 
-class Sample(NamedTuple):
-  """One prompt as the model saw it, what it wrote, and what that earned."""
+# A reward that is a sum of weighted parts misses its total by a rounding.
+_ROUNDING = 1e-5
 
-  prompt: str
-  completion: str
-  reward: float
+# Responses that are decoded at once, at most.
+_SLOTS = 256
 
 
 def encode_prompts(
@@ -78,19 +96,13 @@ def respond(
   Raises:
     ValueError: a prompt is longer than `max_prompt_tokens`.
   """
-  tokens, valid = rollout_lib.pad_prompts(
-      encode_prompts(tokenizer, examples), max_prompt_tokens, tokenizer.pad_id
+  sampler = samplers.LocalSampler(
+      model, params, tokenizer, max_prompt_tokens=max_prompt_tokens
   )
-  return rollout_lib.generate(
-      model,
-      params,
-      tokens,
-      valid,
+  return sampler.sample(
+      encode_prompts(tokenizer, examples),
       key,
-      max_new_tokens=max_new_tokens,
-      temperature=temperature,
-      eos_ids=tokenizer.eos_ids,
-      pad_id=tokenizer.pad_id,
+      Sampling(max_new_tokens=max_new_tokens, temperature=temperature),
       group_size=group_size,
   )
 
@@ -112,6 +124,124 @@ def score(
   return completions, tasks.checked_rewards(task, repeated, completions)
 
 
+def collect(
+    sampler: samplers.Sampler,
+    tokenizer: Tokenizer,
+    task: tasks.Task,
+    examples: Sequence[tasks.Example],
+    sampling: Sampling,
+    key: jax.Array,
+    *,
+    samples: int = 1,
+) -> list[Sample]:
+  """Samples responses to the examples' prompts, and scores them.
+
+  Args:
+    sampler: what answers; it bounds how many responses are decoded at once.
+    tokenizer: the model's.
+    task: scores the responses.
+    examples: problems of the task, or of a mixture.
+    sampling: how to choose tokens.
+    key: a `jax.random` key.
+    samples: responses to each prompt.
+
+  Returns:
+    `len(examples) * samples` samples; those of one prompt are adjacent.
+
+  Raises:
+    ValueError: a prompt is too long for the sampler.
+  """
+  prompts = encode_prompts(tokenizer, examples)
+  _check_lengths(prompts, sampler.max_prompt_tokens)
+  rollout = sampler.sample(prompts, key, sampling, group_size=samples)
+  rollout = sharding.fetch(rollout)
+  completions, rewards = score(task, tokenizer, examples, rollout)
+  lengths = np.sum(rollout.completion_mask, axis=1)
+  texts = [tokenizer.decode(ids, skip_special=False) for ids in prompts]
+  return [
+      Sample(
+          prompt=texts[row // samples],
+          completion=completion,
+          reward=float(rewards[row]),
+          tokens=int(lengths[row]),
+          finished=bool(rollout.finished[row]),
+          task=examples[row // samples].task or task.name,
+      )
+      for row, completion in enumerate(completions)
+  ]
+
+
+def _check_lengths(prompts, limit):
+  """Refuses prompts that are longer than a sampler takes."""
+  lengths = list(map(len, prompts))
+  for index, length in enumerate(lengths):
+    if length > limit:
+      raise ValueError(
+          f"prompt {index} has {length} tokens, more than max_prompt_tokens="
+          f"{limit}: raise it (the longest of these {len(prompts)} prompts has"
+          f" {max(lengths)}) or shorten the prompt"
+      )
+
+
+def summarize(
+    samples: Sequence[Sample],
+    group_size: int,
+    ks: Sequence[int] = (1,),
+    correct_at: float = 1.0,
+) -> dict[str, Metrics]:
+  """Metrics of each task, with bootstrap intervals over its problems.
+
+  Args:
+    samples: of `collect`.
+    group_size: responses to each prompt, n.
+    ks: for each k, `pass@k` (see `passk.pass_at_k`), and above 1 `maj@k`.
+    correct_at: the reward from which on a response is right, for `pass@k`.
+
+  Returns:
+    By the name of the task: `pass@k`, `maj@k`, `reward` (mean), `tokens` (mean
+    length of a response), `finished` (fraction that ended by themselves). With
+    several tasks also `macro average`, in which each has the same weight.
+
+  Raises:
+    ValueError: a k is not 1 to n.
+  """
+  groups: dict[str, list[Sequence[Sample]]] = {}
+  for start in range(0, len(samples), group_size):
+    group = samples[start : start + group_size]
+    groups.setdefault(group[0].task, []).append(group)
+  values = {
+      task: _by_problem(found, ks, correct_at) for task, found in groups.items()
+  }
+  metrics = {
+      task: {name: statistics.interval(x) for name, x in columns.items()}
+      for task, columns in values.items()
+  }
+  if len(values) > 1:
+    names = next(iter(values.values()))
+    metrics["macro average"] = {
+        name: statistics.macro_interval([c[name] for c in values.values()])
+        for name in names
+    }
+  return metrics
+
+
+def _by_problem(groups, ks, correct_at):
+  """Each metric of each problem of one task, `[N]` by name."""
+  of = lambda name: np.array([[getattr(s, name) for s in g] for g in groups])
+  rewards = of("reward")
+  correct = np.sum(rewards >= correct_at - _ROUNDING, axis=1)
+  answers = [[passk.answer(s.completion) for s in g] for g in groups]
+  columns = {
+      f"pass@{k}": passk.pass_at_k(rewards.shape[1], correct, k) for k in ks
+  }
+  columns |= {
+      f"maj@{k}": passk.maj_at_k(answers, rewards, k) for k in ks if k > 1
+  }
+  for name in ("reward", "tokens", "finished"):
+    columns[name] = of(name).mean(axis=1)
+  return columns
+
+
 def evaluate(
     model: decoder.Decoder,
     params: PyTree,
@@ -131,8 +261,7 @@ def evaluate(
     task: whose held-out examples are used.
     max_prompt_tokens: length that prompts are padded to.
     max_new_tokens: limit of a completion in tokens.
-    max_prompts: how many of the held-out examples, at most; they are decoded
-      in one batch.
+    max_prompts: how many of the held-out examples, at most.
 
   Returns:
     Metrics: `accuracy` (mean reward), `length` (mean tokens of a completion)
@@ -141,58 +270,153 @@ def evaluate(
   Raises:
     ValueError: a prompt is longer than `max_prompt_tokens`.
   """
-  examples = task.heldout()[:max_prompts]
-  rollout = respond(
+  sampler = samplers.LocalSampler(
       model,
       params,
       tokenizer,
-      examples,
-      jax.random.key(0),  # Greedy decoding draws nothing.
       max_prompt_tokens=max_prompt_tokens,
-      max_new_tokens=max_new_tokens,
-      temperature=0.0,
+      slots=_SLOTS,
   )
-  rollout = sharding.fetch(rollout)
-  completions, rewards = score(task, tokenizer, examples, rollout)
+  samples = collect(
+      sampler,
+      tokenizer,
+      task,
+      task.heldout()[:max_prompts],
+      Sampling(max_new_tokens=max_new_tokens, temperature=0.0),
+      jax.random.key(0),  # Greedy decoding draws nothing.
+  )
+  mean = lambda name: float(np.mean([getattr(s, name) for s in samples]))
   metrics = {
-      "accuracy": float(np.mean(rewards)),
-      "length": float(np.mean(np.sum(rollout.completion_mask, axis=1))),
-      "finished": float(np.mean(rollout.finished)),
+      "accuracy": mean("reward"),
+      "length": mean("tokens"),
+      "finished": mean("finished"),
   }
-  texts = [
-      tokenizer.decode(ids, skip_special=False)
-      for ids in encode_prompts(tokenizer, examples)
-  ]
-  samples = map(Sample, texts, completions, map(float, rewards))
-  return metrics, list(samples)
+  return metrics, samples
 
 
-def main(names: flags.FlagValues) -> None:
-  loaded = pretrained.load(names.model)
-  metrics, samples = evaluate(
+def to_table(metrics: Mapping[str, Metrics]) -> str:
+  """The metrics as text: a line for each task and metric."""
+  lines = []
+  for task, columns in metrics.items():
+    lines.append(task)
+    for name, found in columns.items():
+      lines.append(f"  {name:10} {found}")
+  return "\n".join(lines)
+
+
+def _sampling(names: flags.FlagValues) -> Sampling:
+  """How to sample, by the flags."""
+  temperature = names.temperature
+  if temperature is None:
+    temperature = 0.0 if names.samples == 1 else 1.0
+  if temperature == 0 and names.samples > 1:
+    raise ValueError(
+        f"samples={names.samples} with temperature=0 are all the same: raise"
+        " the temperature or take one sample"
+    )
+  return Sampling(
+      max_new_tokens=names.max_new_tokens,
+      temperature=temperature,
+      top_k=names.top_k,
+      top_p=names.top_p,
+      stop=tuple(names.stop),
+  )
+
+
+def _run(names: flags.FlagValues) -> tuple[dict[str, Metrics], list[Sample]]:
+  """The program: metrics and samples by the flags."""
+  # It loads runs of `train`, which evaluates by this module.
+  from experiments import restore
+
+  sampling = _sampling(names)
+  ks = sorted({int(k) for k in names.k} if names.k else {1, names.samples})
+  passk.check_k(names.samples, ks[0])
+  passk.check_k(names.samples, ks[-1])
+  chosen = [tasks.make_task(name, seed=0) for name in names.task]
+  loaded = restore.load_any(names.model)
+  examples = [task.heldout()[: names.prompts] for task in chosen]
+  longest = names.max_prompt_tokens or max(
+      len(prompt)
+      for part in examples
+      for prompt in encode_prompts(loaded.tokenizer, part)
+  )
+  sampler = samplers.LocalSampler(
       decoder.Decoder(loaded.config),
       loaded.params,
       loaded.tokenizer,
-      tasks.make_task(names.task, seed=0),
-      max_prompt_tokens=names.max_prompt_tokens,
-      max_new_tokens=names.max_new_tokens,
-      max_prompts=names.prompts,
+      max_prompt_tokens=longest,
+      slots=names.slots,
   )
+  samples = []
+  for task, part in zip(chosen, examples, strict=True):
+    samples += collect(
+        sampler,
+        loaded.tokenizer,
+        task,
+        part,
+        sampling,
+        jax.random.key(names.seed),
+        samples=names.samples,
+    )
+  return summarize(samples, names.samples, ks, names.correct_at), samples
+
+
+def _write(names, metrics, samples):
+  """Metrics as JSON and samples as pages; returns where they are."""
+  out = pathlib.Path(names.out)
+  title = f"{names.model}: {', '.join(names.task)}"
+  page, text = samples_page.write(out, title, samples, names.samples)
+  settings = (
+      "model task samples temperature top_k top_p stop prompts seed"
+      " max_prompt_tokens max_new_tokens correct_at"
+  )
+  content = {
+      "settings": {name: names[name].value for name in settings.split()},
+      "metrics": {
+          task: {name: found._asdict() for name, found in columns.items()}
+          for task, columns in metrics.items()
+      },
+  }
+  file = out / "metrics.json"
+  file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+  return file, page, text
+
+
+def main(names: flags.FlagValues) -> None:
+  try:
+    metrics, samples = _run(names)
+  except (ValueError, FileNotFoundError, ImportError) as error:
+    sys.exit(f"error: {error}")
   for sample in samples[: names.show]:
     question = sample.prompt.strip().replace("\n", "\\n")
     print(f"{sample.reward:.2f}  {question}  ->  {sample.completion!r}")
-  print(
-      f"accuracy {metrics['accuracy']:.3f} on {len(samples)} held-out prompts"
-      f" of {names.task}; {metrics['length']:.1f} tokens a completion"
-  )
+  print(to_table(metrics))
+  n = len(samples) // names.samples
+  print(f"{n} held-out prompts, {names.samples} samples each; 95 % intervals")
+  if names.out:
+    print("written: " + ", ".join(map(str, _write(names, metrics, samples))))
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", None, "Hugging Face directory or GGUF file.")
-  flags.DEFINE_string("task", "addition", "A name as in config.task.name.")
-  flags.DEFINE_integer("max_prompt_tokens", 64, "Prompts are padded to this.")
-  flags.DEFINE_integer("max_new_tokens", 16, "Limit of a completion.")
-  flags.DEFINE_integer("prompts", 96, "Held-out prompts, at most.")
+  flags.DEFINE_string("model", None, "HF directory, GGUF file, or a run.")
+  flags.DEFINE_multi_string(
+      "task", ["addition"], "A name as in config.task.name; may be repeated."
+  )
+  flags.DEFINE_integer("samples", 1, "Responses to each prompt.")
+  flags.DEFINE_list("k", [], "Of pass@k and maj@k; else 1 and --samples.")
+  flags.DEFINE_float("temperature", None, "0 for one sample, else 1.")
+  flags.DEFINE_integer("top_k", 0, "Likeliest tokens to draw from; 0 is all.")
+  flags.DEFINE_float("top_p", 1.0, "Share of probability to draw from.")
+  flags.DEFINE_multi_string("stop", [], "A string that ends a response.")
+  flags.DEFINE_integer(
+      "max_prompt_tokens", None, "Prompts are padded to this; else the longest."
+  )
+  flags.DEFINE_integer("max_new_tokens", 128, "Limit of a response.")
+  flags.DEFINE_integer("prompts", 96, "Held-out prompts of a task, at most.")
+  flags.DEFINE_integer("seed", 0, "Of the samples.")
+  flags.DEFINE_integer("slots", _SLOTS, "Responses decoded at once, at most.")
+  flags.DEFINE_float("correct_at", 1.0, "Reward of a right response.")
   flags.DEFINE_integer("show", 5, "Samples to print.")
+  flags.DEFINE_string("out", None, "Directory for metrics.json and samples.")
   flags.mark_flag_as_required("model")
   app.run(lambda argv: main(flags.FLAGS))

@@ -37,7 +37,7 @@ def pass_at_k(n: int, correct: np.ndarray, k: int) -> np.ndarray:
   Raises:
     ValueError: k or c is out of range.
   """
-  _check_k(n, k)
+  check_k(n, k)
   correct = np.asarray(correct)
   if correct.size and not (0 <= correct.min() and correct.max() <= n):
     raise ValueError(f"correct must be 0 to n={n}, got {correct.tolist()}")
@@ -93,7 +93,8 @@ def answer(completion: str) -> str | None:
   return None if number is None else _normal(format(number, "f"))
 
 
-def _check_k(n, k):
+def check_k(n: int, k: int) -> None:
+  """Refuses a k that is not 1 to n."""
   if not 1 <= k <= n:
     raise ValueError(
         f"k={k} must be 1 to {n}, the responses to each problem: ask for more"
@@ -103,7 +104,7 @@ def _check_k(n, k):
 
 def _subsets(n, k):
   """Sorted index tuples of k out of n: all, or `_SUBSETS` random ones."""
-  _check_k(n, k)
+  check_k(n, k)
   if math.comb(n, k) <= _SUBSETS:
     return list(itertools.combinations(range(n), k))
   rng = np.random.default_rng(0)

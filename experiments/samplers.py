@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
+from jax.typing import DTypeLike
 
-from experiments import decoder
+from experiments import decoder, stop_strings
 from experiments import rollout as rollout_lib
 from experiments.sampling import Sampling
 from experiments.tokenizer import Tokenizer
@@ -59,6 +60,8 @@ class LocalSampler:
       tokenizer: Tokenizer,
       *,
       max_prompt_tokens: int,
+      slots: int = 0,
+      cache_dtype: DTypeLike | None = None,
   ):
     """Keeps what `rollout.generate` needs.
 
@@ -68,11 +71,15 @@ class LocalSampler:
       tokenizer: the model's.
       max_prompt_tokens: length that prompts are padded to; another one is
         compiled again.
+      slots: see `rollout.generate`.
+      cache_dtype: see `rollout.generate`.
     """
     self.max_prompt_tokens = max_prompt_tokens
     self._model = model
     self._params = params
     self._tokenizer = tokenizer
+    self._slots = slots
+    self._cache_dtype = cache_dtype
 
   def sample(
       self,
@@ -86,23 +93,24 @@ class LocalSampler:
     tokens, valid = rollout_lib.pad_prompts(
         prompts, self.max_prompt_tokens, self._tokenizer.pad_id
     )
-    plain = Sampling(
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-    )
-    if sampling != plain:
-      raise NotImplementedError(f"{sampling} is not sampled yet")
+    table = None
+    if sampling.stop:
+      table = stop_strings.make_stop_table(
+          self._tokenizer, sampling.stop, self._model.config.vocab_size
+      )
     return rollout_lib.generate(
         self._model,
         self._params,
         tokens,
         valid,
         key,
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
+        sampling=sampling,
         eos_ids=self._tokenizer.eos_ids,
         pad_id=self._tokenizer.pad_id,
         group_size=group_size,
+        slots=self._slots,
+        cache_dtype=self._cache_dtype,
+        stop_table=table,
     )
 
   def update_weights(self, params: PyTree, version: int) -> None:
