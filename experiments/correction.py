@@ -51,6 +51,9 @@ def weights(
   | token | the token | biased: the state came from the sampler too |
   | sequence | the response | unbiased below the cap; varies most |
 
+  A sampler that leaves tokens out (top-k, top-p) gives the others more than the
+  trainer does; their weights are below 1 for it, and the gap is above 0.
+
   Losses whose objective is that of a response (gspo, rloo) spread it over its
   tokens evenly: with `token` they weigh it by the mean over its tokens.
 

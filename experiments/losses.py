@@ -195,8 +195,8 @@ def dapo() -> Loss:
 
   GRPO's advantages and objective, `clip_high` above `clip_low` (0.28 and 0.2 in
   the paper); token weight `1 / Σ|o|`. DAPO, arXiv:2503.14476, eq. 8, 10 and 12.
-  There Σ|o| is of a group, here of the batch, as in verl and TRL: with groups
-  of equal lengths it is the same. Dynamic sampling and the overlong penalty of
+  There Σ|o| is of a group, here of the batch, as in verl and TRL: the same if
+  groups have equally many tokens. Dynamic sampling and the overlong penalty of
   the paper are settings of their own.
   """
   return Loss(
@@ -211,7 +211,8 @@ def gspo() -> Loss:
   `min(s A, clip(s) A)` of a response, which each of its tokens carries with
   weight `1/(B |o|)`; GRPO's advantages. "Group Sequence Policy Optimization",
   arXiv:2507.18071, eq. 5 and 7; the gradient is that of eq. 5, not of the token
-  variant. Clips are far smaller than GRPO's: 4e-4 and 3e-4 in the paper.
+  variant. Clips are far smaller than GRPO's: in the paper `clip_low=3e-4` and
+  `clip_high=4e-4`.
   """
   return Loss(
       advantages.group_advantages, advantages.mean_of_responses, _clip_responses
@@ -241,7 +242,7 @@ def rloo() -> Loss:
   arXiv:2402.14740, where π_old is π: then the gradient is the paper's,
   `A Σ ∇log π`. In later updates on the same responses R corrects for the older
   policy, and the clip, as in TRL, bounds the variance of a product of hundreds
-  of ratios; inside of it the estimate is unbiased.
+  of ratios: a response beyond it has no gradient.
   """
   return Loss(
       advantages.leave_one_out, advantages.mean_of_sums, _share_responses
@@ -323,11 +324,7 @@ def reference_kl_estimate(d: jax.Array, estimator: str) -> jax.Array:
   Raises:
     ValueError: for another estimator.
   """
-  if estimator not in ESTIMATORS:
-    raise ValueError(
-        f"reference_estimator must be one of {', '.join(ESTIMATORS)}, got"
-        f" {estimator!r}"
-    )
+  _check_estimator(estimator)
   return ESTIMATORS[estimator](jnp.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -348,7 +345,7 @@ def check(
   loss = _find(name)
   loss.advantages(np.zeros(2 * max(group_size, 1)), group_size)
   _check_scalars(clip_low, clip_high, reference_kl)
-  reference_kl_estimate(jnp.zeros(()), reference_estimator)
+  _check_estimator(reference_estimator)
 
 
 def policy_loss(
@@ -386,7 +383,13 @@ def policy_loss(
   """
   loss = _find(name)
   _check_scalars(clip_low, clip_high, reference_kl)
+  _check_estimator(reference_estimator)
   _check_arrays(log_probs, tokens)
+  if reference_kl and tokens.reference_log_probs is None:
+    raise ValueError(
+        f"reference_kl={reference_kl} needs tokens.reference_log_probs, got"
+        " None: compute them under the reference policy, or set it to 0"
+    )
   # Masked before exp: the gradient of a `where` around it would keep a NaN.
   log_probs = jnp.where(tokens.mask, log_probs, 0.0).astype(jnp.float32)
   tokens = _masked(tokens)
@@ -401,11 +404,6 @@ def policy_loss(
     estimate = reference_kl_estimate(d, reference_estimator)
     value += reference_kl * jnp.sum(tokens.weights * estimate)
     metrics["reference_kl"] = _token_mean(estimate, tokens.mask)
-  elif reference_kl:
-    raise ValueError(
-        f"reference_kl={reference_kl} needs tokens.reference_log_probs, got"
-        " None: compute them under the reference policy, or set it to 0"
-    )
   return value, lax.stop_gradient(metrics)
 
 
@@ -488,6 +486,15 @@ def _check_scalars(clip_low, clip_high, reference_kl):
   if not 0 <= reference_kl < float("inf"):
     raise ValueError(
         f"reference_kl must be finite and at least 0, got {reference_kl}"
+    )
+
+
+def _check_estimator(name):
+  """Refuses an estimator that there is not."""
+  if name not in ESTIMATORS:
+    raise ValueError(
+        f"reference_estimator must be one of {', '.join(ESTIMATORS)}, got"
+        f" {name!r}"
     )
 
 

@@ -369,7 +369,7 @@ def test_sums_over_responses():
   np.testing.assert_allclose(grads, right, rtol=1e-4, atol=1e-2)
   # Without that matrix.
   assert program.memory_analysis().temp_size_in_bytes < k * k / 4
-  for length in (1, 2, 3):
+  for length in (1, 2):
     ones = jnp.ones((1, length))
     found = losses.response_sums(ones, jnp.zeros((1, length), jnp.int32))
     np.testing.assert_array_equal(found, length)
