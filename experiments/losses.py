@@ -210,9 +210,9 @@ def gspo() -> Loss:
   `s = exp(mean over a response's tokens of log ρ)`; objective
   `min(s A, clip(s) A)` of a response, which each of its tokens carries with
   weight `1/(B |o|)`; GRPO's advantages. "Group Sequence Policy Optimization",
-  arXiv:2507.18071, eq. 5 and 7; the gradient is that of eq. 5, not of the token
-  variant. Clips are far smaller than GRPO's: in the paper `clip_low=3e-4` and
-  `clip_high=4e-4`.
+  arXiv:2507.18071, eq. 5 and 7. The paper's token variant has the same gradient
+  where all tokens of a response have one advantage, as here. Clips are far
+  smaller than GRPO's: in the paper `clip_low=3e-4` and `clip_high=4e-4`.
   """
   return Loss(
       advantages.group_advantages, advantages.mean_of_responses, _clip_responses
