@@ -32,6 +32,8 @@ GROUPS = {
 
 _LEARNER, _TRAIN, _ROLLOUT = "learner.py", "train.py", "rollout.py"
 
+_OF_THE_MACHINE = ("rollout/tokens_per_second", "train/compilations")
+
 # A part in angle brackets stands for any text.
 METRICS: dict[str, Metric] = {
     "train/reward": Metric("reward", "mean over the batch's responses", _TRAIN),
@@ -166,6 +168,15 @@ def describe(name: str) -> Metric | None:
     if re.fullmatch(".+".join(map(re.escape, parts)), name):
       return metric
   return None
+
+
+def repeats(name: str) -> bool:
+  """Whether a resumed run has the same value, bit for bit.
+
+  What is of the machine, as seconds and bytes are, does not.
+  """
+  group = name.partition("/")[0]
+  return group not in ("time", "memory") and name not in _OF_THE_MACHINE
 
 
 def page() -> str:
