@@ -5,6 +5,7 @@ from the metadata of a GGUF file.
 """
 
 from collections.abc import Mapping, Sequence
+import datetime
 import functools
 import json
 import pathlib
@@ -29,6 +30,10 @@ _WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# What chat templates take for now: prompts must not change from run to run.
+# Llama 3's template has this date where it is not told another.
+_TODAY = datetime.datetime(2024, 7, 26)
+
 Message = Mapping[str, Any]
 
 
@@ -38,8 +43,8 @@ class Tokenizer:
   Attributes:
     eos_ids: every id that ends a turn; the model's own first.
     pad_id: id to fill padding with; it may also be one of `eos_ids`.
-    vocab_size: number of ids, added tokens included. The model's embedding
-      may have more rows.
+    vocab_size: the highest id, added tokens included, and 1. The model's
+      embedding may have more rows.
     settings: the content of `tokenizer_config.json`, chat template included.
   """
 
@@ -73,7 +78,8 @@ class Tokenizer:
     )
     has_pad = self._tokens["pad_token"] is not None
     self.pad_id: int = self._known("pad_token") if has_pad else eos
-    self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+    ids_by_token = backend.get_vocab(with_added_tokens=True)
+    self.vocab_size: int = max(ids_by_token.values()) + 1
     template = settings["chat_template"] if "chat_template" in settings else ""
     self._template = _compile(template) if template else None
 
@@ -111,43 +117,46 @@ class Tokenizer:
     tokens.
 
     Raises:
-      ValueError: if the tokenizer's decoder is neither byte-level nor one of
-        words that begin with `▁` (SentencePiece).
+      ValueError: if the tokenizer's decoder is none of the known kinds.
     """
     decoder = json.loads(self._backend.to_str())["decoder"]
     name = None if decoder is None else decoder["type"]
-    if name not in ("ByteLevel", "Sequence", "Metaspace"):
+    if name not in _BYTES:
       raise ValueError(
-          f"this tokenizer's decoder {name!r} is not supported here: give no"
-          " stop strings"
+          f"what the tokens of a tokenizer with decoder {name!r} decode to is"
+          f" not known (known: {', '.join(_BYTES)}): give no stop strings"
       )
     added = self._backend.get_added_tokens_decoder()
-    convert = _byte_level if name == "ByteLevel" else _word_piece
 
     def one(index):
       if index in added:
         token = added[index]
         return b"" if token.special else token.content.encode()
       text = self._backend.id_to_token(index)
-      return b"" if text is None else convert(text)
+      return b"" if text is None else _BYTES[name](text)
 
     return [one(i) for i in range(self.vocab_size)]
 
   def apply_chat(
-      self, messages: Sequence[Message], add_generation_prompt: bool = True
+      self,
+      messages: Sequence[Message],
+      add_generation_prompt: bool = True,
+      **switches: Any,
   ) -> str:
     """Renders a conversation with the model's chat template.
 
     Args:
       messages: dicts with `role` and `content`, oldest first.
       add_generation_prompt: whether to open the assistant's turn.
+      **switches: what else the template reads, such as
+        `enable_thinking=False`.
 
     Returns:
       The text to encode.
 
     Raises:
       ValueError: if the model has no chat template, or it refuses the
-        messages.
+        messages or fails on them.
     """
     if self._template is None:
       raise ValueError(
@@ -159,13 +168,16 @@ class Tokenizer:
       return self._template.render(
           messages=messages,
           add_generation_prompt=add_generation_prompt,
-          tools=None,
-          documents=None,
-          **tokens,
+          **{"tools": None, "documents": None, **tokens, **switches},
       )
     except jinja2.TemplateError as error:
       raise ValueError(
           f"the chat template refuses these messages: {error}"
+      ) from error
+    except Exception as error:  # A template is code, and may fail like code.
+      raise ValueError(
+          "the chat template fails on these messages"
+          f" ({type(error).__name__}: {error}): {messages!r:.200}"
       ) from error
 
   def save(self, directory: str | pathlib.Path) -> None:
@@ -332,6 +344,15 @@ def _word_piece(text):
   return text.replace("▁", " ").encode()
 
 
+# Bytes of a token, by the type of the tokenizer's decoder.
+_BYTES = {
+    "ByteLevel": _byte_level,
+    "Fuse": str.encode,
+    "Metaspace": _word_piece,
+    "Sequence": _word_piece,
+}
+
+
 def _content(settings, name):
   """A named token's text, from its short or its long JSON form, or None."""
   token = settings[name] if name in settings else None
@@ -339,10 +360,7 @@ def _content(settings, name):
 
 
 def _compile(template):
-  """A chat template with what such templates may use, and nothing more.
-
-  The current date is left out: prompts must not change from run to run.
-  """
+  """A chat template with what such templates may use, and nothing more."""
 
   class Generation(jinja2_ext.Extension):
     """`{% generation %}` marks the assistant's words; it renders as is."""
@@ -368,6 +386,7 @@ def _compile(template):
   )
   env.filters["tojson"] = tojson
   env.globals["raise_exception"] = refuse
+  env.globals["strftime_now"] = _TODAY.strftime
   try:
     return env.from_string(template)
   except jinja2.TemplateError as error:
