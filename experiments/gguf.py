@@ -58,7 +58,8 @@ def load(
   Raises:
     FileNotFoundError: if there is no such file.
     ValueError: if the file is truncated or corrupt, of an unknown
-      architecture, lacks a tensor or has one that the model does not use.
+      architecture, lacks a tensor or has one that the model does not use, or
+      has tokens without an embedding.
     ImportError: if the `gguf` package is not installed.
   """
   path = pathlib.Path(path)
@@ -66,6 +67,8 @@ def load(
     raise FileNotFoundError(f"no GGUF file at {path}")
   metadata, tensors = read_file(path)
   config = _config(metadata, tensors, param_dtype)
+  tokenizer = tokenizer_lib.from_gguf(metadata)
+  tokenizer.check_fits(config.vocab_size, path)
   dequantize = require("gguf", "train").dequantize
 
   def read(param, layer):
@@ -91,7 +94,7 @@ def load(
         f"{path} has tensors that a {config.family} decoder does not use: "
         f"{', '.join(sorted(tensors))}"
     )
-  return config, params, tokenizer_lib.from_gguf(metadata)
+  return config, params, tokenizer
 
 
 def read_file(

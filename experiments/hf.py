@@ -117,11 +117,7 @@ def load(
   raw = _Json(directory / "config.json", _SILENT)
   config = _read_config(raw, jnp.dtype(param_dtype).name)
   tokenizer = tokenizer_lib.from_directory(directory, _eos_ids(directory, raw))
-  if tokenizer.vocab_size > config.vocab_size:
-    raise ValueError(
-        f"the tokenizer in {directory} has {tokenizer.vocab_size} ids, the "
-        f"model only vocab_size={config.vocab_size}: files of two models"
-    )
+  tokenizer.check_fits(config.vocab_size, directory)
   tensors = _open(directory)
 
   def read(path, layer):

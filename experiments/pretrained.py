@@ -39,7 +39,8 @@ def load(
   Raises:
     FileNotFoundError: if nothing is at `path`.
     ValueError: if what is there is not a complete model of a known
-      architecture; names what is wrong.
+      architecture, or its tokenizer has ids without an embedding; names what
+      is wrong.
   """
   path = pathlib.Path(path)
   if path.is_dir():

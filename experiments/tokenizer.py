@@ -180,6 +180,23 @@ class Tokenizer:
           f" ({type(error).__name__}: {error}): {messages!r:.200}"
       ) from error
 
+  def check_fits(self, rows: int, path: str | pathlib.Path) -> None:
+    """Refuses a model whose embedding has fewer rows than there are ids.
+
+    Args:
+      rows: of the embedding.
+      path: of the model, for the error.
+
+    Raises:
+      ValueError: names both numbers.
+    """
+    if self.vocab_size > rows:
+      raise ValueError(
+          f"the tokenizer in {path} has {self.vocab_size} ids, the model only "
+          f"vocab_size={rows} rows of embeddings: files of two models, or "
+          "tokens that were added without embeddings"
+      )
+
   def save(self, directory: str | pathlib.Path) -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json`."""
     directory = pathlib.Path(directory)

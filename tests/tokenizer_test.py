@@ -44,6 +44,45 @@ def test_rendered_chats_are_those_of_transformers(tiny):
     assert tiny.apply_chat(messages, add_generation_prompt=prompt) == text
 
 
+@pytest.mark.parametrize(
+    "style", ["chatml", "dated", "generation", "headers", "thinking"]
+)
+def test_every_style_of_template_renders_as_in_transformers(tiny, style):
+  golden = read("templates.json")
+  template = (GOLDEN / "templates" / f"{style}.jinja").read_text("utf-8")
+  settings = {"eos_token": "<e>", "bos_token": "<s>", "chat_template": template}
+  lib = extras.require("tokenizers", "train")
+  backend = lib.Tokenizer(lib.models.WordLevel({"<e>": 0}, "<e>"))
+  made = tokenizer_lib.Tokenizer(backend, settings)
+  cases = [row[1:] for row in golden["rendered"] if row[0] == f"{style}.jinja"]
+  assert len(cases) >= 3
+  for number, prompt, switches, text in cases:
+    chat = golden["chats"][number]
+    if isinstance(text, dict):
+      match = f"refuses these messages: {text['error']}"
+      with pytest.raises(ValueError, match=match):
+        made.apply_chat(chat, prompt, **switches)
+    else:
+      assert made.apply_chat(chat, prompt, **switches) == text
+
+
+def test_a_template_that_fails_names_the_messages(tmp_path):
+  template = "{{ messages[0].content + 1 }}"
+  made = tokenizer_lib.from_directory(
+      copy_with(tmp_path, chat_template=template)
+  )
+  match = r"fails on these messages \(TypeError: .*\): .*'content': 'hi'"
+  with pytest.raises(ValueError, match=match):
+    made.apply_chat([{"role": "user", "content": "hi"}])
+
+
+def test_holes_among_the_ids_count(tmp_path):
+  lib = extras.require("tokenizers", "train")
+  backend = lib.Tokenizer(lib.models.WordLevel({"<e>": 0, "x": 9}, "<e>"))
+  made = tokenizer_lib.Tokenizer(backend, {"eos_token": "<e>"})
+  assert made.vocab_size == 10
+
+
 def test_decoding_undoes_encoding(tiny):
   for text in ("What is 3 + 5?", "x\n  y", "été 漢字 😀"):
     assert tiny.decode(tiny.encode(text)) == text
