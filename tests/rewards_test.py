@@ -1,5 +1,6 @@
 """Tests of weighted rewards and of the processes that score responses."""
 
+import json
 import os
 import signal
 import subprocess
@@ -93,11 +94,10 @@ def test_processes_start_late_stay_and_end_with_their_children():
   lines = [line.split() for line in listed.stdout.splitlines()]
   groups = [group for group, state in lines if not state.startswith("Z")]
   assert str(third) in groups and str(first) not in groups
-  # One that ended between batches costs a response, not the run.
+  # One that ended between batches is replaced.
   os.kill(third, signal.SIGKILL)
-  scores = [pool.score([example], ["fine 12"]) for _ in range(2)]
-  assert scores[0].errors + scores[0].total[0] // 2 == 1
-  assert scores[1].total[0] == 2
+  time.sleep(0.1)
+  assert pool.score([example], ["fine 12"]).total[0] == 2
   last = int(pool.score([example], ["pid"]).total[0])
   pool.close()
   assert not _alive(last)
@@ -183,3 +183,16 @@ def test_tasks_that_cannot_be_scored():
       pool.score(task.heldout()[:1], ["1"])
     with pytest.raises(ValueError, match="pair up, got 1 and 2"):
       pool.score(task.heldout()[:1], ["1", "2"])
+
+
+def test_formula_that_takes_forever(tmp_path):
+  pytest.importorskip("math_verify")
+  rows = [{"problem": p, "solution": "\\boxed{\\frac{1}{2}}"} for p in "ab"]
+  path = tmp_path / "a.jsonl"
+  path.write_text("\n".join(map(json.dumps, rows)))
+  task = tasks.make_task(f"jsonl:{path}", 0)
+  texts = ["\\boxed{9^{9^{9^9}}}", "so $\\boxed{0.5}$"]
+  with rewards.RewardWorkers(task, "correctness + format", timeout=1.0) as pool:
+    scores = pool.score(task.heldout() * 2, texts)
+  np.testing.assert_array_equal(scores.total, [0, 2])
+  assert (scores.timeouts, scores.errors) == (1, 0)

@@ -56,7 +56,7 @@ def _check(dataset):
         assert scorer.reward(example, text) == right
     nothing = task.reward(example, "<answer>nothing</answer>")
     assert np.isfinite(nothing)
-    # Its scorer takes all that is not "True" for "False".
+    # Its scorer compares whether the answers are empty.
     assert nothing < 1 or dataset == "game_of_life_halting"
     assert task.well_formed(example, f"Hm. <answer>{answer}</answer>\n")
     assert repr(example) == repr(before)

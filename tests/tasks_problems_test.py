@@ -125,6 +125,16 @@ def test_held_out_file_with_all_prompts(tmp_path):
     tasks.make_task(name, 0, heldout=str(tmp_path / "a.jsonl"))
 
 
+def test_files_of_another_kind(tmp_path):
+  path = tmp_path / "a"
+  path.write_bytes(b"\xff\xfe\x00")
+  with pytest.raises(ValueError, match=r"/a: not UTF-8 text"):
+    tasks.make_task(f"jsonl:{path}", 0)
+  pytest.importorskip("pyarrow")
+  with pytest.raises(ValueError, match=r"/a: not a Parquet file"):
+    tasks.make_task(f"parquet:{path}", 0)
+
+
 def test_jsonl_without_a_file(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
     tasks.make_task(f"jsonl:{tmp_path / 'none.jsonl'}", 0)
@@ -166,6 +176,8 @@ def test_other_columns_are_kept(tmp_path):
     [
         ("18", "18", "number"),
         (" 1,024 ", "1,024", "number"),
+        ("#### $18", "18", "number"),
+        ("$\\frac{1}{2}$", "\\frac{1}{2}", "math"),
         (_GSM8K, "1,018", "number"),
         (_MATH, "\\frac{1}{2}", "math"),
         ("\\boxed{1} or \\boxed{\\{2, \\frac{3}{4}\\}}", None, "math"),

@@ -190,6 +190,8 @@ class RewardWorkers:
 
   def _staff(self, needed):
     """Replaces processes that ended; starts no more than have work."""
+    for process in self._processes:
+      process.check()
     self._processes = [p for p in self._processes if not p.ended]
     while len(self._processes) < min(self._count, needed):
       self._processes.append(_Process(self._pickled, self._timeout))
@@ -241,6 +243,11 @@ class _Process:
   def idle(self) -> bool:
     """Whether it is ready and has no response."""
     return self._loaded and self._index is None and not self.ended
+
+  def check(self):
+    """Notices that it ended while it had no response."""
+    if self.idle and self._popen.poll() is not None:
+      self.end()
 
   def give(self, index, items):
     """Hands out a response."""

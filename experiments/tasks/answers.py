@@ -27,6 +27,7 @@ _NUMBER = re.compile(
     r"(?<![\w.])(?:(?<!\d)-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
 )
 _BOXED = re.compile(r"\\f?boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # Not \{, which is no brace.
 # What may follow a number that is an answer, or precede it.
 _UNITS = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{[^{}]*\}|\\[$%!,;: ]")
 # LaTeX of a word: \text{Evelyn} is the text Evelyn.
@@ -37,6 +38,9 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 _DATE = re.compile(r"\d+([-:]\d+)+")
 # What may stand on the lines after a marked answer.
 _CLOSING = " \t\r\n$.\\])*"
+
+# $18 and $\frac{1}{2}$: the dollars are no part of the answer.
+_INLINE = re.compile(r"\$?([^$]*)\$?")
 
 VERIFIERS = ("number", "math", "text")
 
@@ -103,6 +107,8 @@ def parse(field: str, verifier: str | None = None) -> Answer:
   if marked is None and _BOXED.search(field):
     raise ValueError("a \\boxed{ that is not closed")
   text = (marked.text if marked else field).strip()
+  inline = _INLINE.fullmatch(text)
+  text = inline[1].strip() if inline else text
   if not text:
     raise ValueError("an empty answer")
   if verifier is None:
@@ -147,6 +153,11 @@ def ends_in_answer(completion: str) -> bool:
   return not after.strip(_CLOSING)
 
 
+def prepare() -> None:
+  """Does what the first formula costs: imports and tables."""
+  _formulas("\\frac{1}{2}")
+
+
 def _verifier(text, boxed):
   """The verifier of an answer that does not say which."""
   if plain_number(text) is not None:
@@ -162,28 +173,30 @@ def _verifier(text, boxed):
 
 def _marked(text) -> _Marked | None:
   """The last marked answer of a text."""
-  best = None
-  for match in _BOXED.finditer(text):
-    end = _closing_brace(text, match.end())
-    if end is not None:
-      inner = text[match.end() : end]
-      best = match.start(), _Marked(inner, text[end + 1 :], True)
+  start, best = -1, None
+  opened = [match.end() - 1 for match in _BOXED.finditer(text)]
+  closed = _closing_braces(text) if opened else {}
+  for brace in opened:
+    if brace in closed:
+      end = closed[brace]
+      start = brace
+      best = _Marked(text[brace + 1 : end], text[end + 1 :], True)
   at = text.rfind("####")
-  if at >= 0 and (best is None or at > best[0]):
+  if at > start:
     line, newline, rest = text[at + 4 :].partition("\n")
-    return _Marked(line.strip(), newline + rest, False)
-  return best[1] if best else None
+    best = _Marked(line.strip(), newline + rest, False)
+  return best
 
 
-def _closing_brace(text, start):
-  """Position of the brace that closes the one before `start`."""
-  depth = 1
-  for i in range(start, len(text)):
-    if text[i] in "{}" and text[i - 1] != "\\":
-      depth += 1 if text[i] == "{" else -1
-    if depth == 0:
-      return i
-  return None
+def _closing_braces(text):
+  """Position of the closing brace of each opening one that has it."""
+  found, stack = {}, []
+  for match in _BRACE.finditer(text):
+    if match[0] == "{":
+      stack.append(match.start())
+    elif match[0] == "}" and stack:
+      found[stack.pop()] = match.start()
+  return found
 
 
 def _stated_number(completion, marked):

@@ -71,6 +71,11 @@ class Problems(base.Task):
       held = list(own)
       self._heldout = [x for part in own.values() for x in part]
     skip = set(held)
+    self._has_formulas = any(
+        x.columns["verifier"] == "math"
+        for part in (*parts.values(), self._heldout)
+        for x in part
+    )
     self._train = [
         x for k, part in parts.items() if k not in skip for x in part
     ]
@@ -79,6 +84,11 @@ class Problems(base.Task):
           f"{name} needs problems to train on and to hold out, got"
           f" {len(self._train)} and {len(self._heldout)}"
       )
+
+  def __setstate__(self, state: dict[str, Any]) -> None:
+    vars(self).update(state)
+    if self._has_formulas:
+      answers.prepare()  # Not within the time limit of the first response.
 
   def train(self, index: int) -> base.Example:
     """The example at a position of the endless, reshuffled sequence."""
@@ -138,7 +148,10 @@ class Parquet(Problems):
 
 def _json_lines(path) -> _Rows:
   """Each line of a file with its place."""
-  lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
+  try:
+    lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{path}: not UTF-8 text: {error}") from error
   for number, line in enumerate(lines, start=1):
     where = f"{path}:{number}"
     if line.strip():
@@ -151,7 +164,10 @@ def _json_lines(path) -> _Rows:
 def _parquet_rows(path) -> _Rows:
   """Each row of a file with its place; the first is 1."""
   parquet = extras.require("pyarrow.parquet", "tasks")
-  table = parquet.read_table(path)
+  try:
+    table = parquet.read_table(path)
+  except ValueError as error:
+    raise ValueError(f"{path}: not a Parquet file: {error}") from error
   for fields in (PROMPT_FIELDS, ANSWER_FIELDS):
     if not set(fields) & set(table.column_names):
       raise ValueError(
