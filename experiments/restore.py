@@ -1,17 +1,20 @@
 """A model from anything that holds one, a training run included."""
 
+import functools
 import pathlib
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from experiments import (
     checkpoints,
-    learner,
     lora,
     optimizers,
     pretrained,
+    progress,
+    sharding,
     train,
 )
 from experiments import workdir as workdir_lib
@@ -52,17 +55,20 @@ def load_any(
   return pretrained.load(path, param_dtype)
 
 
-def load_run(workdir: str | pathlib.Path) -> Restored:
-  """Loads the model of a run's newest whole checkpoint.
+def load_run(workdir: str | pathlib.Path, best: bool = False) -> Restored:
+  """Loads the model of a checkpoint of a run.
 
   Args:
     workdir: directory of a run.
+    best: whether to take the checkpoint with the highest score, and not the
+      newest whole one.
 
   Returns:
     The model, and how many updates it has seen.
 
   Raises:
-    ValueError: there is no run or no checkpoint in `workdir`.
+    ValueError: there is no run or no such checkpoint in `workdir`.
+    checkpoints.CheckpointError: what is there is damaged.
   """
   config = workdir_lib.load_config(workdir)
   folder = pathlib.Path(workdir) / "checkpoints"
@@ -72,14 +78,32 @@ def load_run(workdir: str | pathlib.Path) -> Restored:
         f"{folder} holds no checkpoint yet; train until the first one"
         f" (config.checkpoint.every={config.checkpoint.every} updates)"
     )
+  update, arrays = _arrays(saved, folder, best)
   loaded = train.load_model(config)
-  tx = optimizers.make_optimizer(config)
+  template = jax.eval_shape(
+      functools.partial(optimizers.init_params, config), loaded.params
+  )
+  params = jax.tree_util.tree_map_with_path(
+      lambda path, leaf: jnp.asarray(
+          arrays[f"params/{sharding.path_of(path)}"], leaf.dtype
+      ),
+      template,
+  )
+  return Restored(update, loaded._replace(params=lora.merge(params)))
 
-  def make_state(params):
-    return learner.init_state(optimizers.init_params(config, params), tx)
 
-  template = jax.eval_shape(make_state, loaded.params)
-  restored = saved.restore(template)
-  assert restored is not None  # There are checkpoints.
-  update, state = restored
-  return Restored(update, loaded._replace(params=lora.merge(state.params)))
+def _arrays(saved, folder, best):
+  """Update and arrays of the best, or of the newest whole checkpoint."""
+  if best:
+    found = saved.best()
+    if found is None:
+      raise ValueError(f"no checkpoint in {folder} has a score")
+    return found[0], saved.load(found[0])
+  *older, newest = saved.updates()
+  for update in reversed(older):
+    try:
+      return newest, saved.load(newest)
+    except checkpoints.CheckpointError as error:
+      progress.say(f"{error}; falling back to the one before")
+      newest = update
+  return newest, saved.load(newest)
