@@ -180,10 +180,11 @@ def _bytes(array: np.ndarray) -> tuple[Any, ...]:
 
 def _repeated(path: pathlib.Path) -> list[dict[str, Any]]:
   """The lines of a record with what the machine has no part in."""
-  return [
+  rows = [
       {name: row[name] for name in row if metric_names.repeats(name)}
       for row in metrics.read_rows(path)
   ]
+  return [row for row in rows if row.keys() != {"update"}]
 
 
 def soak(

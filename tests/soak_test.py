@@ -1,6 +1,7 @@
 """Tests of the soak: what it does to a run, and that it sees a difference."""
 
 import itertools
+import os
 import pathlib
 import signal
 import sys
@@ -8,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import checkpoints, metrics, soak
+from experiments import checkpoints, metrics, soak, train
+from experiments.configs import tiny
 
 ROOT = pathlib.Path(soak.__file__).parent.parent
 
@@ -54,6 +56,53 @@ def test_a_run_that_fails_by_itself_ends_the_soak(tmp_path):
     soak.disturbed(command, tmp_path, plan, tmp_path)
   assert "error: no room" in (tmp_path / "train.log").read_text()
   assert '"exit_code": 1' in (tmp_path / "log.jsonl").read_text()
+
+
+def _terminate_once(function, call):
+  """`function`, during whose so manieth call this process gets SIGTERM."""
+  calls = itertools.count(1)
+
+  def wrapped(*args, **kwargs):
+    if next(calls) == call:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return function(*args, **kwargs)
+
+  return wrapped
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+  """A run of six updates with a checkpoint after every second."""
+  workdir = tmp_path_factory.mktemp("undisturbed")
+  train.train(tiny.get_config(), workdir)
+  return workdir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["rollout", "update", "checkpoint"])
+def test_sigterm_in_any_phase_stops_and_the_run_goes_on(
+    undisturbed, tmp_path, monkeypatch, phase
+):
+  with monkeypatch.context() as patch:
+    if phase == "rollout":
+      patch.setattr(train, "sample", _terminate_once(train.sample, 3))
+    elif phase == "update":
+      make = train._train_step
+      patch.setattr(
+          train, "_train_step", lambda *args: _terminate_once(make(*args), 3)
+      )
+    else:
+      publish = _terminate_once(checkpoints.Checkpoints._publish, 1)
+      patch.setattr(checkpoints.Checkpoints, "_publish", publish)
+    stopped = train.train(tiny.get_config(), tmp_path)
+  assert stopped.stopped_by == signal.SIGTERM
+  # The update at hand is finished, and saved.
+  assert stopped.update == 3 if phase != "checkpoint" else stopped.update < 6
+  folder = tmp_path / "checkpoints"
+  assert checkpoints.Checkpoints(folder).updates()[-1] == stopped.update
+  assert not list(folder.glob(".tmp-*"))
+  assert train.train(tiny.get_config(), tmp_path).update == 6
+  assert soak.differences(tmp_path, undisturbed) == []
 
 
 @pytest.mark.slow
