@@ -11,6 +11,7 @@ host's memory first. One process alone does so; of several, all wait.
 
 from collections.abc import Callable
 from concurrent import futures
+import errno
 import hashlib
 import json
 import math
@@ -217,11 +218,10 @@ class Checkpoints:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     free = shutil.disk_usage(self._directory).free
     there = self.updates()
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
         f"the checkpoint of update {update} ({size / 2**30:.2f} GiB) could not"
         f" be written to {self._directory} ({free / 2**30:.2f} GiB free):"
-        f" {reason}. Free space there, or lower config.checkpoint.keep"
+        f" {_reason(error)}. Free space there, or lower config.checkpoint.keep"
         f" ({self._keep}), and run the same command again: it goes on from "
         + (f"the checkpoint of update {there[-1]}" if there else "the start")
     )
@@ -295,6 +295,15 @@ def _restore(path: pathlib.Path, template: PyTree) -> PyTree:
 def _on_host(leaf: Any) -> bool:
   """Whether it is a NumPy array, and no JAX array or description of one."""
   return isinstance(leaf, np.ndarray | np.generic)
+
+
+def _reason(error: Exception) -> str:
+  """An error in a few words, for TensorStore's hide the system's in many."""
+  text = str(error).strip() or type(error).__name__
+  for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if os.strerror(code) in text:
+      return os.strerror(code)
+  return text.splitlines()[0]
 
 
 def _read_score(folder: pathlib.Path) -> float | None:

@@ -201,7 +201,7 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path, background, limit):
   saved = checkpoints.Checkpoints(tmp_path, background=background)
   saved.save(1, _large_state(1))
   saved.wait()
-  message = r"update 2 .* could not be written .* Free space .* update 1"
+  message = r"update 2 .* free\): File too large\. Free space .* update 1"
   with (
       _no_room(limit),
       pytest.raises(checkpoints.CheckpointError, match=message),

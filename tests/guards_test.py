@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import guards
+from experiments import checkpoints, guards, train
+from experiments.configs import tiny
 import logra_jax
 
 _GOOD = {"train/loss": 0.1, "kl/predicted": 1e-3, "train/skipped": 0.0}
@@ -214,3 +215,44 @@ def test_other_errors_pass():
   with pytest.raises(jax.errors.JaxRuntimeError, match="KeyError"):
     with guards.advise_on_memory("update"):
       jax.jit(call)(jnp.ones(2)).block_until_ready()
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_stops_and_leaves_the_batch(tmp_path):
+  config = tiny.get_config().unlock()
+  config.updates = 20
+  config.kl.enabled = False
+  config.optimizer.name = "dense_sgd"
+  config.optimizer.learning_rate = 1e30  # The weights it leads to overflow.
+  with pytest.raises(guards.NonFiniteError, match="5 updates in a row"):
+    train.train(config.lock(), tmp_path)
+  (path,) = tmp_path.glob("bad_batch-*.npz")
+  with np.load(path) as saved:
+    (name,) = [name for name in saved if name.endswith("advantages")]
+    assert np.isfinite(saved[name]).all()
+  # What was saved last is of before: of numbers.
+  saved = checkpoints.Checkpoints(tmp_path / "checkpoints")
+  for update in saved.updates():
+    assert all(np.isfinite(x).all() for x in saved.load(update).values())
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_leaves_the_weights(tmp_path):
+  config = tiny.get_config()
+  saved = checkpoints.Checkpoints(tmp_path / "checkpoints")
+  run = train._Run(config, tmp_path, saved, train._make_mesh(config))
+  examples = run.examples(0)
+  batch, _ = run.score(examples, run.sample(examples, 0), 0.0)
+  before = jax.tree.map(np.array, run.state.params)
+  for advantages, lost in (
+      (batch.advantages.at[0].set(math.nan), 1),
+      (batch.advantages.at[3].set(math.inf), 1),
+      (batch.advantages, 0),
+  ):
+    run.state, metrics = run.train_step(
+        run.state, batch.replace(advantages=advantages)
+    )
+    assert metrics["train/skipped"] == lost
+    same = jax.tree.map(np.array_equal, before, run.state.params)
+    assert all(jax.tree.leaves(same)) == bool(lost)
+  assert np.isfinite(metrics["train/loss"])
