@@ -20,9 +20,6 @@ from experiments.kv_cache import Cache
 from experiments.sharding import constrain
 from logra_jax import linen as lnn
 
-# A masked score. Finite, so that a row with nothing to attend to (padding) is
-# uniform and not NaN.
-_MASKED = -1e30
 # Between products with split kernels the residual stream is split by tokens.
 _RESIDUAL = ("batch", "sequence", None)
 
@@ -217,7 +214,7 @@ def _attend_block(q, k, v, mask):
   """`_attend` of q `[B, S, K, G, H]`; returns the same shape."""
   scores = _float32_product("bskgh,bmkh->bkgsm", q, k)
   scores = scores * q.shape[-1] ** -0.5
-  scores = jnp.where(mask[:, None, None], scores, _MASKED)
+  scores = jnp.where(mask[:, None, None], scores, kv_cache.MASKED)
   weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
   return jnp.einsum("bkgsm,bmkh->bskgh", weights, v)
 
@@ -300,7 +297,7 @@ class Layer(nn.Module):
     )
 
   @nn.compact
-  def __call__(self, carry, layer, rope, mask, index):
+  def __call__(self, carry, layer, rope, mask, where):
     """The body of the scan; N blocks of S tokens, N * S of each sequence.
 
     Args:
@@ -309,7 +306,7 @@ class Layer(nn.Module):
       layer: index of this layer, int32 scalar.
       rope: tables of `_rope_tables`, with a leading block axis.
       mask: `[N, B or 1, S, M]` bool, True where a query may see a key.
-      index: first cache slot to write, int32 scalar, or None.
+      where: a `Place` in the cache, or None.
 
     Returns:
       The new carry, and None.
@@ -320,11 +317,16 @@ class Layer(nn.Module):
     # What fills up the last block is no key.
     k, v = (_join(y)[:, : mask.shape[-1]] for y in (k, v))
     if cache is not None:
-      cache = kv_cache.write(cache, layer, index, k, v)
+      cache = kv_cache.write(cache, layer, where.index, k, v)
+    if cache is not None and mask.shape[2] > 1:
       k, v = kv_cache.read(cache, layer, mask.shape[-1], k.dtype)
 
     def rest(module, x, q, mask):
-      return module._attend_and_feed(x, q, k, v, mask)
+      if cache is not None and mask.shape[1] == 1:
+        y = kv_cache.attend(cache, layer, q, mask, where)
+      else:
+        y = _attend(q, k, v, mask, module.config.attention_block)
+      return module._feed(x, y)
 
     return (_blockwise(rest, self, x, q, mask), cache), None
 
@@ -345,10 +347,9 @@ class Layer(nn.Module):
       q, k = self._norm("q_norm")(q), self._norm("k_norm")(k)
     return _rotate(q, (cos, sin)), _rotate(k, (cos, sin)), v
 
-  def _attend_and_feed(self, x, q, k, v, mask):
-    """A block's residual stream after attention and feed-forward."""
+  def _feed(self, x, y):
+    """A block's residual stream after attention, `y`, and feed-forward."""
     config = self.config
-    y = _attend(q, k, v, mask, config.attention_block)
     y = constrain(y, "batch", None, "heads")
     y = self._dense(config.d_model, "o_proj")(y)
     x = x + constrain(y, *_RESIDUAL)
@@ -497,7 +498,8 @@ class Decoder(nn.Module):
     own = index + jnp.arange(queries)
     mask = jnp.arange(slots)[None, :] <= own[:, None]
     mask = mask[None] & valid_cache[:, None, :]
-    return self._run(tokens, positions, mask, cache, index)
+    where = kv_cache.place(index, mask)
+    return self._run(tokens, positions, mask, cache, where)
 
   def decode_masked(
       self,
@@ -520,9 +522,10 @@ class Decoder(nn.Module):
     Returns:
       As `decode`.
     """
-    return self._run(tokens, positions, mask, cache, index)
+    where = kv_cache.place(index, mask)
+    return self._run(tokens, positions, mask, cache, where)
 
-  def _run(self, tokens, positions, mask, cache, index):
+  def _run(self, tokens, positions, mask, cache, where):
     """Embedding, layers and final norm; returns features and cache."""
     length = tokens.shape[1]
     # Decoding with a cache writes one block.
@@ -537,6 +540,6 @@ class Decoder(nn.Module):
         )
     )
     layers = jnp.arange(self.config.n_layers)
-    (x, cache), _ = self.layers((x, cache), layers, rope, mask, index)
+    (x, cache), _ = self.layers((x, cache), layers, rope, mask, where)
     x = _join(constrain(x, None, *_RESIDUAL))[:, :length]
     return self.norm(constrain(x, "batch", None, None)), cache

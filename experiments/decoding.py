@@ -248,7 +248,9 @@ def decode(
     place = (index + i) % size
     age = (place - jnp.arange(size)) % size
     own = age[None] < slots.steps[:, None]
-    mask = jnp.concatenate([slots.prompt_valid, own], axis=1)[:, None]
+    # A row that has ended sees nothing: what only it would see is not read.
+    mask = jnp.concatenate([slots.prompt_valid, own], axis=1)
+    mask = (mask & slots.alive[:, None])[:, None]
     hidden, cache = model.apply(
         {"params": sampler.params},
         slots.tokens[:, None],

@@ -5,12 +5,33 @@ H features per head, S new tokens.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+# A masked score. Finite, so that a row with nothing to attend to (padding) is
+# uniform and not NaN.
+MASKED = -1e30
+# A token's attention reads the cache in at most so many parts, of at least so
+# many slots.
+_PARTS, _LEAST = 8, 128
+
+
+class Place(NamedTuple):
+  """Where new tokens go, and what they read.
+
+  Attributes:
+    index: int32 scalar, the first slot to write.
+    first: int32 scalar, the first slot that any of them sees.
+    last: int32 scalar, behind the last one.
+  """
+
+  index: jax.Array | int
+  first: jax.Array
+  last: jax.Array
 
 
 @struct.dataclass
@@ -120,14 +141,18 @@ def write(
 
 
 def read(
-    cache: Cache, layer: jax.Array, length: int, dtype: DTypeLike
+    cache: Cache,
+    layer: jax.Array,
+    length: int,
+    dtype: DTypeLike,
+    start: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-  """A layer's keys and values `[B, length, K, H]` of the first slots."""
+  """A layer's keys and values `[B, length, K, H]` from slot `start` on."""
 
   def get(stacked):
     sizes = (1, stacked.shape[1], length, *stacked.shape[3:])
-    start = (layer,) + (0,) * (stacked.ndim - 1)
-    return jax.lax.dynamic_slice(stacked, start, sizes)[0]
+    place = (layer, 0, start) + (0,) * (stacked.ndim - 3)
+    return jax.lax.dynamic_slice(stacked, place, sizes)[0]
 
   def floats(stacked, scale):
     if scale is None:
@@ -136,6 +161,82 @@ def read(
     return wide.astype(dtype)
 
   return floats(cache.k, cache.k_scale), floats(cache.v, cache.v_scale)
+
+
+def place(index: jax.Array | int, mask: jax.Array) -> Place:
+  """The place of tokens that are written at `index` and see `[B, S, M]`."""
+  seen = jnp.any(mask, axis=(0, 1))
+  n = seen.shape[0]
+  return Place(
+      index,
+      jnp.argmax(seen).astype(jnp.int32),
+      n - jnp.argmax(seen[::-1]).astype(jnp.int32),
+  )
+
+
+def attend(
+    cache: Cache, layer: jax.Array, q: jax.Array, mask: jax.Array, where: Place
+) -> jax.Array:
+  """Attention of one new token per sequence, to the part of the cache in use.
+
+  Slots are read in parts, with a running maximum and sum (online softmax,
+  Milakov and Gimelshein, 2018): a part is converted to floats and forgotten,
+  and parts that no token sees are not read.
+
+  Args:
+    cache: with the new token written.
+    layer: int32 scalar.
+    q: `[B, 1, heads, H]`, heads a multiple of K.
+    mask: `[B, 1, A]` bool, True at slots that a token sees; A ≤ M.
+    where: of `place(index, mask)`.
+
+  Returns:
+    `[B, 1, heads * H]` in the dtype of q.
+  """
+  batch, _, heads, size = q.shape
+  kv_heads, length = cache.k.shape[3], mask.shape[-1]
+  grouped = q.reshape(batch, kv_heads, heads // kv_heads, size)
+  n_parts = min(max(length // _LEAST, 1), _PARTS)
+  width = -(-length // n_parts)
+
+  def scores(i):
+    """Scores `[B, K, G, width]` and values `[B, width, K, H]` of a part."""
+    # The last part may reach back into the one before it.
+    start = jnp.minimum(i * width, length - width)
+    k, v = read(cache, layer, width, q.dtype, start)
+    part = jax.lax.dynamic_slice_in_dim(mask[:, 0], start, width, axis=1)
+    part &= start + jnp.arange(width) >= i * width
+    product = jnp.einsum(
+        "bkgh,bmkh->bkgm", grouped, k, preferred_element_type=jnp.float32
+    )
+    return jnp.where(part[:, None, None], product * size**-0.5, MASKED), v
+
+  def weigh(weights, v):
+    return jnp.einsum("bkgm,bmkh->bkgh", weights.astype(v.dtype), v)
+
+  if n_parts == 1:
+    product, v = scores(0)
+    out = weigh(jax.nn.softmax(product, axis=-1), v)
+    return out.reshape(batch, 1, heads * size)
+
+  def part(i, carry):
+    largest, total, out = carry
+    product, v = scores(i)
+    new = jnp.maximum(largest, jnp.max(product, axis=-1))
+    weights, shrink = jnp.exp(product - new[..., None]), jnp.exp(largest - new)
+    total = total * shrink + jnp.sum(weights, axis=-1)
+    return new, total, out * shrink[..., None] + weigh(weights, v)
+
+  shape = grouped.shape
+  start = (
+      jnp.full(shape[:-1], MASKED, jnp.float32),
+      jnp.zeros(shape[:-1], jnp.float32),
+      jnp.zeros(shape, jnp.float32),
+  )
+  first, last = where.first // width, -(-where.last // width)
+  _, total, out = jax.lax.fori_loop(first, last, part, start)
+  out = (out / total[..., None]).astype(q.dtype)
+  return out.reshape(batch, 1, heads * size)
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
