@@ -87,7 +87,9 @@ METRICS: dict[str, Metric] = {
         _LEARNER,
     ),
     "train/compilations": Metric(
-        "programs", "compiled by this process since it started", _TRAIN
+        "programs",
+        "compiled, or read from a cache, since this process started",
+        _TRAIN,
     ),
     "kl/predicted": Metric(
         "nats/token",
