@@ -113,8 +113,10 @@ class Engine:
     n = _field(body, "n", 1)
     if not isinstance(n, int) or n < 1:
       raise ValueError(f"n must be an int of at least 1, got {n!r}")
-    seed = _field(body, "seed", None)
-    key = jax.random.key(secrets.randbits(31) if seed is None else seed)
+    seed = _field(body, "seed", secrets.randbits(31))
+    if not isinstance(seed, int):
+      raise ValueError(f"seed must be an int, got {seed!r}")
+    key = jax.random.key(seed)
     with self._lock:
       loaded = self._loaded
       prompts = self._prompts(body)

@@ -12,7 +12,8 @@ import pytest
 from experiments import decoder, evaluate, samplers, tasks, tiny
 from experiments.sampling import Sampling
 
-SAMPLING = Sampling(max_new_tokens=4, temperature=1.0)
+# As in samplers_test, so that both compile the same program.
+SAMPLING = Sampling(max_new_tokens=6, temperature=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_every_response_is_scored_beside_its_prompt(loaded):
     ids = evaluate.encode_prompts(loaded.tokenizer, [example])[0]
     assert one.prompt == loaded.tokenizer.decode(ids, skip_special=False)
     assert one.reward == task.reward(example, one.completion)
-    assert 1 <= one.tokens <= 4 and (one.finished or one.tokens == 4)
+    assert 1 <= one.tokens <= 6 and (one.finished or one.tokens == 6)
     assert one.task == "addition"
 
 

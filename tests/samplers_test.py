@@ -74,8 +74,8 @@ def test_samples_of_the_same_seed_are_those_of_this_process(server, loaded):
   """And their log-probs are the trainer's, of a forward pass without cache."""
   client = make_client(server.url, loaded.tokenizer, concurrency=2)
   key = jax.random.key(3)
-  theirs = client.sample(PROMPTS, key, SAMPLING, group_size=2)
-  ours = sample_local(make_local(loaded), key, SAMPLING, group_size=2)
+  theirs = client.sample(PROMPTS, key, SAMPLING)
+  ours = sample_local(make_local(loaded), key, SAMPLING)
   chex.assert_trees_all_close(theirs, ours, atol=1e-6)
   chex.assert_trees_all_equal_shapes_and_dtypes(theirs, ours)
   logits = decoder.Decoder(loaded.config).apply(
@@ -90,6 +90,27 @@ def test_samples_of_the_same_seed_are_those_of_this_process(server, loaded):
   assert mask.sum() > len(PROMPTS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"top_k": 3, "top_p": 0.9, "min_new_tokens": 3},
+        {"stop": ("7", "+")},
+    ],
+)
+def test_every_option_reaches_the_server(server, loaded, options):
+  client = make_client(server.url, loaded.tokenizer)
+  sampling = Sampling(max_new_tokens=12, **options)
+  key = jax.random.key(1)
+  theirs = client.sample(PROMPTS, key, sampling, group_size=3)
+  ours = sample_local(make_local(loaded), key, sampling, group_size=3)
+  chex.assert_trees_all_close(theirs, ours, atol=1e-6)
+  plain = Sampling(max_new_tokens=12)
+  other = client.sample(PROMPTS, key, plain, group_size=3)
+  assert (other.tokens != theirs.tokens).any()
+
+
 def test_new_weights_reach_the_server(loaded, tmp_path):
   other = tiny.make_tiny(5)
   key = jax.random.key(0)
@@ -98,20 +119,20 @@ def test_new_weights_reach_the_server(loaded, tmp_path):
         server.url, tmp_path / "hf", loaded.config, loaded.tokenizer
     )
     client = make_client(server.url, loaded.tokenizer, sync=sync)
-    before = client.sample(PROMPTS, key, SAMPLING, group_size=2)
+    before = client.sample(PROMPTS, key, SAMPLING)
     client.update_weights(other.params, 7)
-    after = client.sample(PROMPTS, key, SAMPLING, group_size=2)
+    after = client.sample(PROMPTS, key, SAMPLING)
     assert server.engine.version == 7
   local = make_local(loaded)
   local.update_weights(other.params, 7)
-  expected = sample_local(local, key, SAMPLING, group_size=2)
+  expected = sample_local(local, key, SAMPLING)
   np.testing.assert_array_equal(after.tokens, expected.tokens)
   assert (before.tokens != after.tokens).any()
   # Without a hook the server keeps its weights.
   with running(serve.Server(serve.Engine(loaded, "tiny"))) as server:
     client = make_client(server.url, loaded.tokenizer)
     client.update_weights(other.params, 1)
-    kept = client.sample(PROMPTS, key, SAMPLING, group_size=2)
+    kept = client.sample(PROMPTS, key, SAMPLING)
   np.testing.assert_array_equal(kept.tokens, before.tokens)
 
 
@@ -176,13 +197,15 @@ def choice(**changes):
   return {"choices": [fields | changes]}
 
 
-def ask(tokenizer, *answers, **options):
-  """One response of a scripted server."""
+def ask(tokenizer, *answers, group_size=1, **options):
+  """Responses of a scripted server to one prompt."""
   with scripted(*answers) as server:
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     client = make_client(url, tokenizer, **options)
     sampling = Sampling(max_new_tokens=4)
-    return client.sample([[5]], jax.random.key(0), sampling)
+    return client.sample(
+        [[5]], jax.random.key(0), sampling, group_size=group_size
+    )
 
 
 def test_either_form_of_token_ids_is_read(loaded):
@@ -198,6 +221,14 @@ def test_either_form_of_token_ids_is_read(loaded):
     assert mask.tolist() == [False] * LENGTH + [True, True, False, False]
     assert rollout.valid[0].tolist() == [False] * 15 + [True] * 3 + [False] * 2
     assert rollout.finished.tolist() == [True]
+
+
+def test_responses_are_put_in_order(loaded):
+  (second,) = choice(index=1)["choices"]
+  (first,) = choice(token_ids=[9, 1])["choices"]
+  answer = (200, {"choices": [second, first]})
+  rollout = ask(loaded.tokenizer, answer, group_size=2)
+  assert rollout.tokens[:, LENGTH].tolist() == [9, 12]
 
 
 def test_a_response_that_was_cut_and_one_without_tokens(loaded):
