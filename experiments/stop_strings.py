@@ -46,7 +46,13 @@ def make_stop_table(
   Raises:
     ValueError: a string is empty, or no sequence of tokens can produce it.
   """
-  pieces = tokenizer.token_bytes()
+  return table_of_pieces(stop, tokenizer.token_bytes(), vocab_size)
+
+
+def table_of_pieces(
+    stop: tuple[str, ...], pieces: Sequence[bytes], vocab_size: int
+) -> StopTable:
+  """As `make_stop_table`, of what each id decodes to, in UTF-8."""
   if len(pieces) > vocab_size:
     raise ValueError(
         f"the tokenizer has {len(pieces)} ids, and the model {vocab_size}"
@@ -59,10 +65,8 @@ def make_stop_table(
           f"stop string {text!r} can never match: no sequence of the"
           " tokenizer's tokens decodes to it"
       )
-  table = _table(tuple(text.encode() for text in stop), pieces)
-  rest = np.arange(len(table), dtype=np.int16)[:, None]
-  rest = np.repeat(rest, vocab_size - len(pieces), axis=1)
-  return StopTable(stop, np.concatenate([table, rest], axis=1))
+  pieces = [*pieces, *[b""] * (vocab_size - len(pieces))]
+  return StopTable(stop, _table(tuple(text.encode() for text in stop), pieces))
 
 
 def _table(stop, pieces: Sequence[bytes]) -> np.ndarray:

@@ -1,5 +1,7 @@
 """The int8 cache beside the float cache, and what both take."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +54,8 @@ def test_what_is_written_is_read(dtype):
   k, v = rng.normal(size=(2, 5, 3, 2, 8)).astype(np.float32)
   cache = kv_cache.init_cache(CONFIG, 5, 7, dtype)
   cache = kv_cache.write(cache, 1, 2, k, v)
-  for found, new in zip(kv_cache.read(cache, 1, 6, "float32"), (k, v)):
+  read = kv_cache.read(cache, 1, 6, "float32")
+  for found, new in zip(read, (k, v), strict=True):
     assert found.shape == (5, 6, 2, 8) and found.dtype == jnp.float32
     atol = 0 if dtype == "float32" else np.abs(new).max() / 250
     np.testing.assert_allclose(found[:, 2:5], new, atol=atol)
@@ -61,14 +64,55 @@ def test_what_is_written_is_read(dtype):
     assert not any(map(np.any, kv_cache.read(cache, other, 7, "float32")))
 
 
+def softmax(x):
+  e = np.exp(x - x.max(-1, keepdims=True))
+  return e / e.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("length", [40, 256, 257, 300])
+def test_attention_in_parts_is_attention(length):
+  """One part, two, and two that overlap; the last rows see few slots."""
+  rng = np.random.default_rng(length)
+  normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  k, v, q = normal(3, length, 2, 8), normal(3, length, 2, 8), normal(3, 1, 4, 8)
+  mask = rng.random((3, 1, length)) < 0.3
+  mask[1, 0], mask[2, 0] = False, False
+  mask[1, 0, length // 3] = mask[2, 0, -1] = True
+  config = decoder.DecoderConfig(
+      **vars(CONFIG) | {"dtype": "float32", "max_length": 512}
+  )
+  cache = kv_cache.init_cache(config, 3, length)
+  cache = kv_cache.write(cache, 1, 0, k, v)
+  run = jax.jit(
+      lambda cache, mask: kv_cache.attend(
+          cache, 1, q, mask, kv_cache.place(0, mask)
+      )
+  )
+  k, v = (np.repeat(x.astype(np.float64), 2, axis=2) for x in (k, v))
+
+  def expected(mask):
+    scores = np.einsum("bhd,bmhd->bhm", q[:, 0], k) * 8**-0.5
+    weights = softmax(np.where(mask, scores, -np.inf))
+    return np.einsum("bhm,bmhd->bhd", weights, v).reshape(3, 1, 32)
+
+  np.testing.assert_allclose(run(cache, mask), expected(mask), atol=1e-5)
+  # What is seen lies in the second part alone.
+  late = mask.copy()
+  late[:, :, : length // 2 + 2] = False
+  late[:, :, length * 3 // 4] = True
+  np.testing.assert_allclose(run(cache, late), expected(late), atol=1e-5)
+  assert kv_cache.place(0, late).first > length // 2
+
+
 def test_attention_to_an_int8_cache_is_close():
   config = decoder.DecoderConfig(**vars(CONFIG) | {"dtype": "float32"})
   model = decoder.Decoder(config)
   tokens = jax.random.randint(jax.random.key(0), (4, 12), 0, 23)
-  variables = model.init(jax.random.key(1), tokens)
+  variables = jax.jit(model.init)(jax.random.key(1), tokens)
   variables["params"]["embed"]["embedding"] *= 15.0
   positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
 
+  @functools.partial(jax.jit, static_argnums=0)
   def hidden(dtype):
     cache = kv_cache.init_cache(config, 4, 12, dtype)
     valid = jnp.ones(tokens.shape, bool)

@@ -11,6 +11,7 @@ import pytest
 
 from experiments import (
     decoder,
+    decoding,
     hlo,
     learner,
     metrics,
@@ -22,6 +23,7 @@ from experiments import (
 )
 from experiments import tiny as tiny_model
 from experiments.configs import tiny
+from experiments.sampling import Sampling
 import logra_jax
 
 PROMPT, NEW, VOCAB = 6, 5, 64
@@ -404,21 +406,29 @@ def test_caches_are_split():
   layers, features = loaded.config.n_layers, loaded.config.head_dim
   mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
   where = sharding.shardings(loaded.params, loaded.params, mesh)
-  options = rollout._Options(
-      greedy=False, max_new_tokens=4, eos_ids=(1,), pad_id=0, group_size=4
-  )
+  options = decoding.Options(Sampling(4, temperature=1.0), (1,))
+  config = loaded.config
   with jax.set_mesh(mesh):
-    lowered = rollout._generate.lower(
-        decoder.Decoder(loaded.config),
+    sampler = decoding.Sampler(
         sharding.put(loaded.params, where),
-        np.zeros((8, 10), np.int32),
-        np.ones((8, 10), bool),
         jax.random.key(0),
-        1.0,
-        options=options,
+        np.float32(1),
+        None,
     )
-  # 13 slots: the last of 10 + 4 tokens is never read.
-  cache = rf"f32\[{layers},(\d+),13,(\d+),{features}\]"
-  caches = set(re.findall(cache, lowered.compile().as_text()))
-  # Of 8 · 4 responses and two heads an eighth; before, of 8 prompts.
-  assert caches == {("8", "1"), ("2", "1")}
+    slots = decoding.empty(config, 32, 10, 4, "float32")
+    model, number = decoder.Decoder(config), np.int32(0)
+    lowered = (
+        decoding.read_prompts.lower(
+            model,
+            sampler.params,
+            np.zeros((8, 10), np.int32),
+            np.ones((8, 10), bool),
+            "float32",
+        ),
+        decoding.decode.lower(model, options, sampler, slots, number, number),
+    )
+  # Of 8 prompts and two heads an eighth; then of 8 · 4 responses. 13 slots:
+  # the last of 10 + 4 tokens is never read.
+  for lowering, shape in zip(lowered, ("2,10,1", "8,13,1"), strict=True):
+    cache = rf"f32\[{layers},(\d+,\d+,\d+),{features}\]"
+    assert set(re.findall(cache, lowering.compile().as_text())) == {shape}

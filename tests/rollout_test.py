@@ -1,16 +1,20 @@
 """Tests of sampling against full forward passes of the same model."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import decoder, rollout
+from experiments import decoder, decoding, kv_cache, rollout, stop_strings
+from experiments.sampling import Sampling
+from tests.sampling_test import chi_square
 
 _VOCAB = 23
 _PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8], [9])
+_GREEDY = Sampling(8, temperature=0.0)
 
 
 @functools.cache
@@ -34,24 +38,29 @@ def _policy():
   return model, params
 
 
-def _generate(prompts=_PROMPTS, length=6, key=1, **options):
+def _generate(prompts=_PROMPTS, length=6, key=1, sampling=None, **options):
   model, params = _policy()
   tokens, valid = rollout.pad_prompts(prompts, length, 0)
-  defaults = {
-      "max_new_tokens": 8,
-      "temperature": 0.7,
-      "eos_ids": (3, 11),
-      "pad_id": 0,
-      "group_size": 4,
-  }
+  defaults = {"eos_ids": (3, 11), "pad_id": 0, "group_size": 4}
   return rollout.generate(
       model,
       params,
       tokens,
       valid,
       jax.random.key(key),
+      sampling=sampling or _sampling(),
       **(defaults | options),
   )
+
+
+def _sampling(new=8, temperature=0.7, **options):
+  return Sampling(new, temperature=temperature, **options)
+
+
+def _programs():
+  """How many programs were compiled so far."""
+  names = ("read_prompts", "empty", "begin", "decode", "move")
+  return {name: vars(decoding)[name]._cache_size() for name in names}
 
 
 @jax.jit
@@ -74,7 +83,7 @@ def _full_log_probs(out, temperature):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_log_probs_are_of_the_distribution_sampled_from(temperature):
-  out = _generate(temperature=temperature)
+  out = _generate(sampling=_sampling(temperature=temperature))
   mask = np.asarray(out.completion_mask)
   expected = np.where(mask, _full_log_probs(out, temperature), 0.0)
   np.testing.assert_allclose(out.log_probs, expected, atol=2e-5)
@@ -129,7 +138,7 @@ def test_padding_on_the_left_changes_nothing():
 
 
 def test_greedy_is_the_argmax_of_full_forward_passes():
-  out = _generate(temperature=0.0, eos_ids=(), group_size=1)
+  out = _generate(sampling=_GREEDY, eos_ids=(), group_size=1)
   tokens, valid = rollout.pad_prompts(_PROMPTS, 6, 0)
   tokens = np.pad(tokens, ((0, 0), (0, 8)))
   valid = np.pad(valid, ((0, 0), (0, 8)))
@@ -139,7 +148,7 @@ def test_greedy_is_the_argmax_of_full_forward_passes():
   np.testing.assert_array_equal(out.tokens, tokens)
   # Greedy tokens are certain, whatever the key.
   assert not np.any(out.log_probs)
-  again = _generate(temperature=0.0, eos_ids=(), group_size=1, key=2)
+  again = _generate(sampling=_GREEDY, eos_ids=(), group_size=1, key=2)
   np.testing.assert_array_equal(out.tokens, again.tokens)
 
 
@@ -159,91 +168,188 @@ def test_sharing_a_prefill_changes_nothing():
   assert len({tuple(row) for row in shared.tokens[:4].tolist()}) > 1
 
 
-def _chi_square(counts, probs):
-  """Pearson's statistic in standard deviations above its mean."""
-  expected = probs * counts.sum()
-  used = expected > 5
-  terms = np.square(counts - expected)[used] / expected[used]
-  degrees = used.sum() - 1
-  return (terms.sum() - degrees) / np.sqrt(2 * degrees)
-
-
 def test_frequencies_follow_the_softmax():
-  out = _generate([[4, 5]], 2, group_size=4000, max_new_tokens=1)
+  out = _generate([[4, 5]], 2, group_size=4000, sampling=_sampling(1))
   assert out.tokens.shape == (4000, 3)
   np.testing.assert_array_equal(out.completion_mask.sum(axis=1), 1)
   counts = np.bincount(np.asarray(out.tokens)[:, -1], minlength=_VOCAB)
   prompt = np.asarray([[4, 5]])
   logits = np.asarray(_logits(prompt, np.ones_like(prompt, bool)))[0, -1]
   softmax = lambda z: np.exp(z - z.max()) / np.exp(z - z.max()).sum()
-  assert abs(_chi_square(counts, softmax(logits / 0.7))) < 5
-  assert _chi_square(counts, softmax(logits)) > 20
+  assert abs(chi_square(counts, softmax(logits / 0.7))) < 5
+  assert chi_square(counts, softmax(logits)) > 20
 
 
-@pytest.mark.parametrize("vocab", [1, 256, 600])
-def test_sampling_in_blocks(vocab):
-  logits = 2.0 * jax.random.normal(jax.random.key(0), (vocab,))
-  # A token that cannot be drawn, as a truncated distribution would have.
-  logits = logits.at[vocab // 2].set(-jnp.inf) if vocab > 1 else logits
-  rows = jnp.broadcast_to(logits, (20_000, vocab))
-  tokens, log_probs = jax.jit(rollout._sample)(rows, jax.random.key(1))
-  expected = jax.nn.log_softmax(logits)
-  np.testing.assert_allclose(log_probs, expected[tokens], atol=1e-5)
-  counts = np.bincount(np.asarray(tokens), minlength=vocab)
-  assert counts.size == vocab
-  if vocab > 1:
-    assert counts[vocab // 2] == 0
-    assert abs(_chi_square(counts, np.exp(expected))) < 5
-
-
-def test_steps_and_rows_are_drawn_independently():
-  flat = jnp.zeros((1000, 256))
-  first, second = (
-      np.asarray(rollout._sample(flat, jax.random.key(i))[0]) for i in (0, 1)
-  )
-  # Independent draws agree by chance once in 256.
-  assert np.mean(first[1:] == first[:-1]) < 0.05
-  assert np.mean(first == second) < 0.05
+def test_rows_are_drawn_independently():
   out = _generate(group_size=64)
   rows = {tuple(row) for row in np.asarray(out.tokens)[:64].tolist()}
   assert len(rows) > 16
 
 
-def test_prefill_computes_no_logits_of_the_prompt():
+def test_prefill_computes_no_logits():
   model, params = _policy()
   tokens, valid = rollout.pad_prompts(_PROMPTS, 6, 0)
-  text = rollout._generate.lower(
-      model,
-      params,
-      tokens,
-      valid,
-      jax.random.key(0),
-      jnp.float32(0.7),
-      options=rollout._Options(
-          greedy=False, max_new_tokens=8, eos_ids=(3,), pad_id=0, group_size=2
-      ),
+  text = decoding.read_prompts.lower(
+      model, params, tokens, valid, "float32"
   ).as_text()
-  assert "tensor<6x23xf32>" in text  # [B, V]
-  assert "x6x23xf32>" not in text  # [.., P, V]
+  assert "tensor<3x6x16xf32>" in text  # [N, P, D]
+  assert "x23xf32>" not in text.replace("<23x", "")  # [..., V]
 
 
-def test_another_temperature_does_not_compile_again():
-  _generate()
-  before = rollout._generate._cache_size()
-  _generate(temperature=0.95)
-  assert rollout._generate._cache_size() == before
+def test_slots_change_no_response():
+  """24 rows at once and then 12, or five that are given away 19 times."""
+  before = _programs()
+  options = {"group_size": 8, "eos_ids": range(0, _VOCAB, 3)}
+  many = _generate(**options)
+  assert _programs()["move"] > before["move"]
+  few = _generate(slots=5, **options)
+  for name in ("tokens", "valid", "completion_mask", "finished"):
+    np.testing.assert_array_equal(vars(few)[name], vars(many)[name])
+  np.testing.assert_allclose(few.log_probs, many.log_probs, atol=2e-5)
+  assert len(set(np.sum(many.completion_mask, 1).tolist())) > 3
+  # Nor do the rows beside them.
+  one = _generate(_PROMPTS[:1], **options)
+  np.testing.assert_array_equal(one.tokens, many.tokens[:8])
+
+
+def test_few_programs_and_no_more_at_other_keys():
+  sampling = _sampling(9)
+  _generate(group_size=8, slots=16, sampling=sampling)
+  before = _programs()
+  for key in (5, 6):
+    options = {"key": key, "sampling": _sampling(9, temperature=0.95)}
+    out = _generate(group_size=8, slots=16, **options)
+    assert out.tokens.shape == (24, 15)
+  after = _programs()
+  # Of 16 slots and of 8: the second may be needed for the first time.
+  assert after["decode"] <= before["decode"] + 1
+  assert {**after, "decode": 0, "move": 0} == {**before, "decode": 0, "move": 0}
+
+
+def test_no_second_cache_is_made():
+  """Decoding writes in place: the slots given away are the ones returned."""
+  model, params = _policy()
+  slots = decoding.empty(model.config, 4, 6, 8, "float32")
+  sampler = decoding.Sampler(params, jax.random.key(0), jnp.float32(1), None)
+  options = decoding.Options(_sampling(temperature=1.0), ())
+  text = (
+      decoding.decode.lower(
+          model, options, sampler, slots, np.int32(0), np.int32(0)
+      )
+      .compile()
+      .as_text()
+  )
+  # No copy of all layers' keys or values [2, 4, 13, 2, 4].
+  assert "f32[2,4,13,2,4]" in text
+  assert not re.search(r"f32\[2,4,13,2,4\]\S* copy\(", text)
+
+
+def test_the_memory_stated_is_that_of_the_caches():
+  config = _policy()[0].config
+  stated = rollout.memory_bytes(
+      config,
+      prompts=3,
+      group_size=4,
+      prompt_tokens=6,
+      max_new_tokens=8,
+      slots=5,
+      cache_dtype="int8",
+  )
+  slots = decoding.empty(config, 5, 6, 8, "int8").cache
+  # Five slots begin with the responses of two prompts.
+  pool = kv_cache.init_cache(config, 2, 6, "int8")
+  caches = jax.tree.leaves((slots, pool))
+  assert stated == sum(x.nbytes for x in caches)
+
+
+def test_log_probs_are_of_the_truncated_distribution():
+  sampling = _sampling(top_k=9, top_p=0.9)
+  out = _generate(sampling=sampling, group_size=16)
+  mask = np.asarray(out.completion_mask)[:, 1:]
+  logits = np.asarray(_logits(out.tokens, out.valid), np.float64)[:, :-1] / 0.7
+  chosen = np.asarray(out.tokens)[:, 1:]
+  log_probs = np.asarray(out.log_probs)[:, 1:]
+  for row, step in np.argwhere(mask)[::5]:
+    logit = logits[row, step]
+    order = np.argsort(-logit)[:9]
+    probs = np.exp(logit[order] - logit[order[0]])
+    probs /= probs.sum()
+    n = np.searchsorted(np.cumsum(probs), 0.9) + 1
+    probs = probs[:n] / probs[:n].sum()
+    (rank,) = np.flatnonzero(order[:n] == chosen[row, step])
+    np.testing.assert_allclose(
+        np.exp(log_probs[row, step]), probs[rank], atol=2e-5
+    )
+
+
+def test_no_end_before_the_least_length():
+  out = _generate(sampling=_sampling(min_new_tokens=5), group_size=16)
+  lengths = np.sum(out.completion_mask, axis=1)
+  assert lengths.min() == 6 or lengths.min() == 8
+  assert _generate(group_size=16).completion_mask.sum(1).min() < 5
+  # The ends' probability went to the other tokens.
+  logits = np.asarray(_logits(out.tokens, out.valid), np.float64) / 0.7
+  logits = logits[:, 5]
+  logits[:, [3, 11]] = -np.inf
+  shifted = logits - logits.max(-1, keepdims=True)
+  log_softmax = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+  first = np.take_along_axis(log_softmax, np.asarray(out.tokens)[:, 6:7], 1)
+  np.testing.assert_allclose(out.log_probs[:, 6:7], first, atol=2e-5)
+
+
+@pytest.mark.parametrize("slots", [0, 5])
+def test_a_stop_string_ends_at_the_token_that_completes_it(slots):
+  # Token i is written as its last digit: "12" is 1 or 11 or 21, and then 2, ...
+  pieces = [str(i % 10).encode() for i in range(_VOCAB)]
+  table = stop_strings.table_of_pieces(("12", "9"), pieces, _VOCAB)
+  free = _generate(group_size=8, eos_ids=())
+  out = _generate(
+      group_size=8,
+      eos_ids=(),
+      slots=slots,
+      sampling=_sampling(stop=("12", "9"), min_new_tokens=1),
+      stop_table=table,
+  )
+  lengths = np.sum(out.completion_mask, axis=1)
+  for row in range(24):
+    text = "".join(str(i % 10) for i in np.asarray(free.tokens)[row, 6:])
+    # One token ends nothing, and what it began goes on.
+    ends = [
+        i + 1
+        for i in range(1, 8)
+        if text[i] == "9" or text[i - 1 : i + 1] == "12"
+    ]
+    assert lengths[row] == (ends[0] if ends else 8), text
+    assert out.finished[row] == bool(ends)
+  assert 0 < np.sum(out.finished) < 24
+  kept = np.asarray(out.completion_mask)
+  np.testing.assert_array_equal(
+      np.asarray(out.tokens)[kept], np.asarray(free.tokens)[kept]
+  )
+
+
+def test_an_int8_cache_draws_nearly_the_same():
+  exact, close = _generate(), _generate(cache_dtype="int8")
+  same = np.asarray(exact.tokens == close.tokens)
+  assert same.mean() > 0.9
+  np.testing.assert_allclose(
+      close.log_probs[:, 6], exact.log_probs[:, 6], atol=0.05
+  )
+  assert np.any(close.log_probs != exact.log_probs)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, "temperature must be .* got -0.1"),
-        ({"temperature": float("nan")}, "temperature must be .* got nan"),
-        ({"temperature": float("inf")}, "temperature must be .* got inf"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be .* got 0"),
-        ({"max_new_tokens": 1.5}, "max_new_tokens must be .* got 1.5"),
+        ({"slots": -1}, "slots must be .* got -1"),
+        ({"cache_dtype": "int32"}, "float or int8, got 'int32'"),
+        ({"sampling": _sampling(stop=("a",))}, "need stop_table="),
+        (
+            {"sampling": _sampling(min_new_tokens=1), "eos_ids": range(23)},
+            "min_new_tokens=1 cannot be kept",
+        ),
         ({"group_size": 0}, "group_size must be .* got 0"),
-        ({"max_new_tokens": 19}, "context of 24 .* may have at most 5"),
+        ({"sampling": _sampling(19)}, "context of 24 .* may have at most 5"),
     ],
 )
 def test_bad_arguments(options, message):
@@ -252,7 +358,7 @@ def test_bad_arguments(options, message):
 
 
 def test_the_context_may_be_filled():
-  out = _generate(max_new_tokens=18, eos_ids=(), group_size=1)
+  out = _generate(sampling=_sampling(18), eos_ids=(), group_size=1)
   assert out.tokens.shape == (3, 24)
   np.testing.assert_array_equal(out.completion_mask.sum(axis=1), 18)
   assert not np.any(out.finished)

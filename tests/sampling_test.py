@@ -1,4 +1,4 @@
-"""Truncation against a float64 sort, draws against the softmax, bad settings."""
+"""Truncation against a float64 sort, draws against the softmax."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def kept_by_sort(logits, top_k, top_p):
   """Which of one row's tokens a float64 sort keeps; ties are kept together."""
   kept = np.ones(len(logits), bool)
   if top_k:
-    kept &= logits >= np.sort(logits)[::-1][: top_k][-1]
+    kept &= logits >= np.sort(logits)[::-1][:top_k][-1]
   if top_p < 1:
     probs = np.where(kept, np.exp(np.float64(logits) - logits.max()), 0.0)
     probs /= probs.sum()
@@ -139,9 +139,10 @@ def test_sampling_in_blocks(vocab):
 
 
 def test_keys_differ_by_row_and_step_and_not_by_place():
-  of = lambda rows, steps: jax.random.key_data(
-      sampling.row_keys(jax.random.key(0), jnp.asarray(rows), jnp.asarray(steps))
-  )
+  def of(rows, steps):
+    args = jnp.asarray(rows), jnp.asarray(steps)
+    return jax.random.key_data(sampling.row_keys(jax.random.key(0), *args))
+
   found = of([0, 0, 1, 1], [0, 1, 0, 1])
   assert len({tuple(x) for x in found.tolist()}) == 4
   np.testing.assert_array_equal(of([1, 7], [1, 0])[0], found[3])
