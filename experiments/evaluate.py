@@ -13,11 +13,12 @@ import pathlib
 import sys
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 import jax
 import numpy as np
 
 from experiments import (
+    checkpoints,
     decoder,
     passk,
     samplers,
@@ -26,6 +27,7 @@ from experiments import (
     statistics,
     tasks,
 )
+from experiments import rewards as rewards_lib
 from experiments import rollout as rollout_lib
 from experiments.samples_page import Sample as Sample
 from experiments.sampling import Sampling
@@ -41,6 +43,9 @@ _ROUNDING = 1e-5
 
 # Responses that are decoded at once, at most.
 _SLOTS = 256
+
+# What a user can do something about.
+_FAILURES = (ValueError, OSError, ImportError, checkpoints.CheckpointError)
 
 
 def encode_prompts(
@@ -133,17 +138,20 @@ def collect(
     key: jax.Array,
     *,
     samples: int = 1,
+    workers: rewards_lib.RewardWorkers | None = None,
 ) -> list[Sample]:
   """Samples responses to the examples' prompts, and scores them.
 
   Args:
     sampler: what answers; it bounds how many responses are decoded at once.
     tokenizer: the model's.
-    task: scores the responses.
+    task: whose rewards the samples get, unless there are workers.
     examples: problems of the task, or of a mixture.
     sampling: how to choose tokens.
     key: a `jax.random` key.
     samples: responses to each prompt.
+    workers: score in other processes with a time limit. If their reward has a
+      part `correctness`, the samples get that part alone.
 
   Returns:
     `len(examples) * samples` samples; those of one prompt are adjacent.
@@ -155,7 +163,12 @@ def collect(
   _check_lengths(prompts, sampler.max_prompt_tokens)
   rollout = sampler.sample(prompts, key, sampling, group_size=samples)
   rollout = sharding.fetch(rollout)
-  completions, rewards = score(task, tokenizer, examples, rollout)
+  completions = decode_completions(tokenizer, rollout)
+  repeated = [example for example in examples for _ in range(samples)]
+  if workers is None:
+    rewards = tasks.checked_rewards(task, repeated, completions)
+  else:
+    rewards = _correctness(workers.score(repeated, completions))
   lengths = np.sum(rollout.completion_mask, axis=1)
   texts = [tokenizer.decode(ids, skip_special=False) for ids in prompts]
   return [
@@ -169,6 +182,18 @@ def collect(
       )
       for row, completion in enumerate(completions)
   ]
+
+
+def _correctness(scores):
+  """Rewards `[B]` for evaluation; warns of functions that fail."""
+  if scores.timeouts or scores.errors:
+    logging.warning(
+        "%d responses ran into the time limit of rewards and %d failed: %s",
+        scores.timeouts,
+        scores.errors,
+        "; ".join(scores.problems),
+    )
+  return scores.parts.get("correctness", scores.total)
 
 
 def _check_lengths(prompts, limit):
@@ -251,6 +276,7 @@ def evaluate(
     max_prompt_tokens: int,
     max_new_tokens: int,
     max_prompts: int,
+    workers: rewards_lib.RewardWorkers | None = None,
 ) -> tuple[dict[str, float], list[Sample]]:
   """Decodes greedily and asks the task for rewards.
 
@@ -262,6 +288,7 @@ def evaluate(
     max_prompt_tokens: length that prompts are padded to.
     max_new_tokens: limit of a completion in tokens.
     max_prompts: how many of the held-out examples, at most.
+    workers: see `collect`.
 
   Returns:
     Metrics: `accuracy` (mean reward), `length` (mean tokens of a completion)
@@ -284,6 +311,7 @@ def evaluate(
       task.heldout()[:max_prompts],
       Sampling(max_new_tokens=max_new_tokens, temperature=0.0),
       jax.random.key(0),  # Greedy decoding draws nothing.
+      workers=workers,
   )
   mean = lambda name: float(np.mean([getattr(s, name) for s in samples]))
   metrics = {
@@ -349,15 +377,17 @@ def _run(names: flags.FlagValues) -> tuple[dict[str, Metrics], list[Sample]]:
   )
   samples = []
   for task, part in zip(chosen, examples, strict=True):
-    samples += collect(
-        sampler,
-        loaded.tokenizer,
-        task,
-        part,
-        sampling,
-        jax.random.key(names.seed),
-        samples=names.samples,
-    )
+    with rewards_lib.RewardWorkers(task, timeout=names.timeout) as workers:
+      samples += collect(
+          sampler,
+          loaded.tokenizer,
+          task,
+          part,
+          sampling,
+          jax.random.key(names.seed),
+          samples=names.samples,
+          workers=workers,
+      )
   return summarize(samples, names.samples, ks, names.correct_at), samples
 
 
@@ -385,7 +415,7 @@ def _write(names, metrics, samples):
 def main(names: flags.FlagValues) -> None:
   try:
     metrics, samples = _run(names)
-  except (ValueError, FileNotFoundError, ImportError) as error:
+  except _FAILURES as error:
     sys.exit(f"error: {error}")
   for sample in samples[: names.show]:
     question = sample.prompt.strip().replace("\n", "\\n")
@@ -416,6 +446,7 @@ if __name__ == "__main__":
   flags.DEFINE_integer("seed", 0, "Of the samples.")
   flags.DEFINE_integer("slots", _SLOTS, "Responses decoded at once, at most.")
   flags.DEFINE_float("correct_at", 1.0, "Reward of a right response.")
+  flags.DEFINE_float("timeout", 10.0, "Seconds to score one response.")
   flags.DEFINE_integer("show", 5, "Samples to print.")
   flags.DEFINE_string("out", None, "Directory for metrics.json and samples.")
   flags.mark_flag_as_required("model")

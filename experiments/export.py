@@ -11,7 +11,7 @@ import sys
 from absl import app, flags, logging
 from jax.typing import DTypeLike
 
-from experiments import hf, restore
+from experiments import checkpoints, hf, restore
 
 
 def export(
@@ -44,7 +44,7 @@ def main(names: flags.FlagValues) -> None:
   logging.set_verbosity(logging.WARNING)
   try:
     update = export(names.workdir, names.out, names.dtype, names.best)
-  except (ValueError, OSError, RuntimeError) as error:
+  except (ValueError, OSError, checkpoints.CheckpointError) as error:
     sys.exit(f"error: {error}")
   print(f"{names.out}: the model after {update} updates")
 

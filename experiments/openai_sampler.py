@@ -182,6 +182,13 @@ class OpenAISampler:
     reason = choice["finish_reason"]
     if reason not in ("stop", "length"):
       raise ValueError(f"the server ended a response for reason {reason!r}")
+    ended = ids and ids[-1] in self._tokenizer.eos_ids
+    if reason == "stop" and not sampling.stop and not ended:
+      raise ValueError(
+          f"the server ended a response by token {ids[-1] if ids else None},"
+          f" which is none of our end-of-turn tokens {self._tokenizer.eos_ids}:"
+          " it has others, or leaves them out"
+      )
     return ids, log_probs, reason == "stop"
 
 

@@ -25,7 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import decoder, pretrained, restore, samplers, sharding
+from experiments import (
+    checkpoints,
+    decoder,
+    pretrained,
+    restore,
+    samplers,
+    sharding,
+)
 from experiments.sampling import Sampling
 
 # Fields that change what is asked for, and the value that asks for nothing.
@@ -315,7 +322,12 @@ def main(names: flags.FlagValues) -> None:
     loaded = restore.load_any(names.model)
     name = names.name or pathlib.Path(names.model).absolute().name
     server = Server(Engine(loaded, name), names.host, names.port)
-  except (ValueError, OSError, ImportError) as error:
+  except (
+      ValueError,
+      OSError,
+      ImportError,
+      checkpoints.CheckpointError,
+  ) as error:
     sys.exit(f"error: {error}")
   with server:
     print(f"{name} at {server.url}/v1/completions; Ctrl-C ends", flush=True)

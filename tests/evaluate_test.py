@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import decoder, evaluate, samplers, tasks, tiny
+from experiments import decoder, evaluate, rewards, samplers, tasks, tiny
 from experiments.sampling import Sampling
 
 # As in samplers_test, so that both compile the same program.
@@ -59,6 +59,32 @@ def test_every_response_is_scored_beside_its_prompt(loaded):
     assert one.reward == task.reward(example, one.completion)
     assert 1 <= one.tokens <= 6 and (one.finished or one.tokens == 6)
     assert one.task == "addition"
+
+
+def test_correctness_counts_and_not_the_form_of_an_answer(loaded):
+  """Rewards of workers; in this process here, which has no time limit."""
+  task = tasks.make_task("addition", seed=0)
+  examples = task.heldout()[:2]
+  found = evaluate.collect(
+      make_sampler(loaded),
+      loaded.tokenizer,
+      task,
+      examples,
+      SAMPLING,
+      jax.random.key(0),
+      samples=3,
+      workers=rewards.RewardWorkers(
+          task, "correctness + 0.5*evaluate_test:length", workers=0
+      ),
+  )
+  for i, one in enumerate(found):
+    assert one.reward == task.reward(examples[i // 3], one.completion)
+
+
+def length(example, completion):
+  """A part of a reward that is never the same as correctness."""
+  del example
+  return len(completion) + 7
 
 
 def test_metrics_by_task_and_their_average():

@@ -254,6 +254,7 @@ def test_passing_failures_are_tried_again(loaded):
         (choice(token_ids=[12]), "1 tokens and 2 log-probs"),
         (choice(token_ids=[12, 99]), "sent token 99, our tokenizer has 14"),
         (choice(finish_reason="abort"), "for reason 'abort'"),
+        (choice(token_ids=[12, 13]), "by token 13, which is none of our end"),
         ({"choices": []}, "sent 0 responses, asked for 1"),
         ({"text": "hi"}, "answer has no choices"),
     ],
