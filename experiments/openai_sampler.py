@@ -46,7 +46,7 @@ class OpenAISampler:
   def __init__(
       self,
       url: str,
-      model: str,
+      model: str | None,
       tokenizer: Tokenizer,
       *,
       max_prompt_tokens: int,
@@ -60,7 +60,7 @@ class OpenAISampler:
 
     Args:
       url: `http://host:port`.
-      model: the name that the server gives the model.
+      model: the name that the server gives the model; None takes the only one.
       tokenizer: the model's; the server's must have the same ids.
       max_prompt_tokens: longest prompt.
       sync: called with the parameters and the number of updates by
@@ -81,11 +81,13 @@ class OpenAISampler:
       )
     self.max_prompt_tokens = max_prompt_tokens
     self._server = _Server(url, timeout, tries, backoff)
-    self._model = model
     self._tokenizer = tokenizer
     self._sync = sync
     self._concurrency = concurrency
     known = [m["id"] for m in self._server.call("/v1/models")["data"]]
+    if model is None and len(known) == 1:
+      model = known[0]
+    self._model = model
     if model not in known:
       raise ValueError(
           f"the server at {url} has no model {model!r}, only"

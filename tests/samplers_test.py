@@ -55,7 +55,7 @@ def make_local(loaded):
 
 def make_client(url, tokenizer, **options):
   options = {"max_prompt_tokens": LENGTH, "backoff": 0.01, **options}
-  return openai_sampler.OpenAISampler(url, "tiny", tokenizer, **options)
+  return openai_sampler.OpenAISampler(url, None, tokenizer, **options)
 
 
 def sample_local(sampler, key, sampling, group_size=1):
