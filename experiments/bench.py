@@ -30,6 +30,7 @@ import ml_collections
 import numpy as np
 
 from experiments import (
+    batches,
     learner,
     models,
     optimizers,
@@ -138,7 +139,7 @@ def config_of(row: Row, size: Size) -> ml_collections.ConfigDict:
   c.rollout.prompts, c.rollout.responses = size.sequences, 1
   c.rollout.max_prompt_tokens = size.prompt_tokens
   c.rollout.max_new_tokens = size.tokens - size.prompt_tokens
-  c.loss.micro_batch, c.loss.pack = size.micro_batch, 1
+  c.loss.row_tokens, c.loss.micro_rows = size.tokens, size.micro_batch
   c.loss.chunk = size.chunk
   c.optimizer.name = row.optimizer
   c.optimizer.rank = row.rank or 1
@@ -162,14 +163,14 @@ def random_batch(
   # Far from what a random model gives, if anywhere: nothing is clipped away.
   log_probs = np.where(completion, -np.log(vocab_size), 0.0)
   rollout = Rollout(
-      tokens=jnp.asarray(rng.integers(vocab_size, size=(n, length)), jnp.int32),
-      valid=jnp.ones((n, length), bool),
-      completion_mask=jnp.asarray(completion),
-      log_probs=jnp.asarray(log_probs, jnp.float32),
-      finished=jnp.ones((n,), bool),
+      tokens=rng.integers(vocab_size, size=(n, length), dtype=np.int32),
+      valid=np.ones((n, length), bool),
+      completion_mask=completion,
+      log_probs=log_probs.astype(np.float32),
+      finished=np.ones((n,), bool),
   )
-  advantages = jnp.asarray(rng.standard_normal(n), jnp.float32)
-  return learner.Batch(rollout, advantages)
+  batch, _ = batches.make_batch(config, rollout, rng.standard_normal(n))
+  return dataclasses.replace(batch, count=None)  # All rows are full.
 
 
 class Update:

@@ -84,7 +84,7 @@ class Checkpoints:
       keep: int = 2,
       background: bool = False,
   ):
-    """Looks at `directory` and clears what a kill left half-written.
+    """Looks at `directory`; one that others write to may be read.
 
     Args:
       directory: where the checkpoints are; made if it is not there.
@@ -104,9 +104,7 @@ class Checkpoints:
     self._writing: futures.Future[None] | None = None
     if sharding.is_first_process():
       self._directory.mkdir(parents=True, exist_ok=True)
-      for half_written in self._directory.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(half_written)
-    sharding.wait_for_all("cleared")
+    sharding.wait_for_all("made")
     self._scores = {
         update: score
         for update in self.updates()
@@ -179,7 +177,9 @@ class Checkpoints:
     temporary = self._directory / f"{_TEMPORARY}{final.name}"
     try:
       if sharding.is_first_process():
-        shutil.rmtree(temporary, ignore_errors=True)
+        # What a kill left half-written, too.
+        for old in self._directory.glob(f"{_TEMPORARY}*"):
+          shutil.rmtree(old)
         temporary.mkdir()
       sharding.wait_for_all("made")
       with ocp.StandardCheckpointer() as checkpointer:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import (
+    batches,
     bench,
     learner,
     models,
@@ -28,6 +29,7 @@ from experiments import (
     sharding,
 )
 from experiments.decoder import Decoder
+from experiments.sampling import Sampling
 
 _GIB = 2**30
 # Elements of a weight that are drawn at once, so that drawing needs less memory
@@ -156,7 +158,7 @@ def _update(
     where = sharding.shardings(abstract, abstract.params, mesh)
     state = jax.jit(make, out_shardings=where)(jax.random.key(0))
     arrays = bench.random_batch(config, architecture.vocab_size, 0)
-    arrays = sharding.put(arrays, sharding.batch_shardings(arrays, mesh))
+    arrays = batches.put(arrays, mesh)
     jax.block_until_ready((state, arrays))
     found["peak_bytes_before"] = _memory(device, "peak_bytes_in_use")
     seconds = []
@@ -237,8 +239,7 @@ def _rollout(
             jnp.asarray(prompts, jnp.int32),
             jnp.ones(shape, bool),
             jax.random.key(repeat),
-            max_new_tokens=section.tokens,
-            temperature=1.0,
+            sampling=Sampling(section.tokens),
             eos_ids=(),
             pad_id=0,
             group_size=section.responses,

@@ -14,7 +14,7 @@ import os
 import pathlib
 import re
 import shutil
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,13 @@ import numpy as np
 import optax
 
 from experiments import (
+    batches,
+    checks,
+    collect,
     decoder,
     evaluate,
-    grpo,
     learner,
+    losses,
     optimizers,
     packing,
     program,
@@ -73,6 +76,13 @@ def inner(a: Arrays, b: Arrays) -> float:
   return float(sum(np.vdot(a[path], b[path]).astype(np.float64) for path in a))
 
 
+class Drawn(NamedTuple):
+  """A rollout as NumPy arrays, and the advantages of its responses, `[B]`."""
+
+  rollout: rollout_lib.Rollout
+  advantages: np.ndarray
+
+
 class _OfTargets:
   """The model as a function of its projections alone; all else is fixed.
 
@@ -114,23 +124,20 @@ def gradient_fn(
 def kl_fn(
     model: decoder.Decoder, config: ml_collections.ConfigDict
 ) -> Callable[[Any, rollout_lib.Rollout, int, Arrays], jax.Array]:
-  """`(params, rollout, k, direction) -> KL` by `logra_jax.kl_probe`; jitted.
+  """`(params, rollout, k, direction) -> KL` by `logra_jax.kl_probe`.
 
   The KL is that of a step of the direction's own size, in nats per generated
   token of the rollout, whose every k adjacent responses have one prompt.
   """
-  n_new = config.rollout.max_new_tokens
 
-  def predict(params, rollout, k, direction):
+  @jax.jit
+  def predict(params, rows, direction):
     fixed = _OfTargets(model, params)
     probe = logra_jax.kl_probe(
-        lambda targets, x: packing.features(fixed, targets, x["packed"]),
+        lambda targets, x: packing.features(fixed, targets, x["rows"]),
         split(params),
         (),  # No sketches: the whole update is dense.
-        {
-            "packed": packing.pack(rollout, n_new, k),
-            "completion_mask": rollout.completion_mask[:, -n_new:],
-        },
+        {"rows": rows, "completion_mask": rows.target_mask},
         head_fn=lambda targets, hidden: fixed.apply(
             {"params": targets}, hidden, method="head"
         ),
@@ -139,7 +146,11 @@ def kl_fn(
     )
     return probe(direction)
 
-  return jax.jit(predict, static_argnums=2)
+  def of_rollout(params, rollout, k, direction):
+    rows = packing.all_rows(rollout, k, config.rollout.max_new_tokens)
+    return predict(params, rows, direction)
+
+  return of_rollout
 
 
 def bases(
@@ -165,7 +176,7 @@ def bases(
 
 
 def some_responses(
-    batch: learner.Batch, group: int, prompts: int, responses: int
+    batch: Drawn, group: int, prompts: int, responses: int
 ) -> rollout_lib.Rollout:
   """The first responses to the first prompts of a batch with such groups."""
   rows = np.arange(prompts * group).reshape(prompts, group)[:, :responses]
@@ -196,7 +207,7 @@ class Source:
         config's.
       FileNotFoundError: the model is not there.
     """
-    train.check_config(config)
+    checks.check_config(config)
     if not 1 <= prompts <= config.rollout.prompts:
       raise ValueError(
           f"prompts={prompts} must be between 1 and those of an update,"
@@ -219,7 +230,7 @@ class Source:
     targets = load(self._point(update) / "params")
     return join(self._initial, {k: jnp.asarray(x) for k, x in targets.items()})
 
-  def batch(self, params: Any, update: int, index: int) -> learner.Batch:
+  def batch(self, params: Any, update: int, index: int) -> Drawn:
     """Batch `index` at the point after `update` updates: new prompts, sampled.
 
     Args:
@@ -235,13 +246,14 @@ class Source:
       save(path, {**arrays, "advantages": made.advantages})
     arrays = load(path)
     rollout = rollout_lib.Rollout(**{name: arrays[name] for name in names})
-    return learner.Batch(rollout, arrays["advantages"])
+    return Drawn(rollout, arrays["advantages"])
 
   def gradient(self, params: Any, update: int, index: int) -> Arrays:
     """The dense gradient of that batch's loss; arguments as for `batch`."""
     path = self._point(update) / f"gradient-{index:02d}"
     if not path.exists():
-      save(path, self._gradient(params, self.batch(params, update, index)))
+      drawn = self.batch(params, update, index)
+      save(path, self._gradient(params, self._packed(drawn)))
     return load(path)
 
   def gradients_of(
@@ -272,23 +284,31 @@ class Source:
       if update in points:
         save(self._point(update) / "params", split(state.params))
       if update < points[-1]:
-        batch = self._sample(state.params, update, config.rollout.prompts)
+        drawn = self._sample(state.params, update, config.rollout.prompts)
         with jax.set_mesh(mesh):
-          state, _ = step(state, batch)
+          state, _ = step(state, self._packed(drawn))
 
-  def _sample(self, params: Any, update: int, prompts: int) -> learner.Batch:
+  def _packed(self, drawn: Drawn) -> learner.Batch:
+    """What the learner reads of a batch, of so many prompts as it has."""
+    config = ml_collections.ConfigDict(self.config.to_dict())
+    responses = config.rollout.responses
+    config.rollout.prompts = len(drawn.advantages) // responses
+    batch, _ = batches.make_batch(config, *drawn)
+    return batch
+
+  def _sample(self, params: Any, update: int, prompts: int) -> Drawn:
     """The first prompts of an update of the run, with such weights."""
     config, c = self.config, self.config.rollout
     first = update * c.prompts
     examples = [self._task.train(first + i) for i in range(prompts)]
-    rollout = train.sample(
-        config, self.model, params, self._tokenizer, examples, update
+    sampler = train.make_sampler(
+        config, self.model, params, self._tokenizer, self.folder
     )
-    rollout = sharding.fetch(rollout)
+    rollout = collect.sample(config, sampler, self._tokenizer, examples, update)
     _, rewards = evaluate.score(self._task, self._tokenizer, examples, rollout)
     progress.say(f"batch of update {update}: reward {np.mean(rewards):.3f}")
-    advantages = grpo.group_advantages(rewards, c.responses)
-    return learner.Batch(rollout, advantages)
+    of_rewards = losses.LOSSES[config.loss.name].advantages
+    return Drawn(rollout, np.asarray(of_rewards(rewards, c.responses)))
 
 
 def save(path: pathlib.Path, arrays: dict[str, Any]) -> None:

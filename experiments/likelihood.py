@@ -5,7 +5,7 @@ aligned to tokens: entry c belongs to token c, whose logits come from the
 position before it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
@@ -13,6 +13,9 @@ import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
+
+from experiments import sampling as sampling_lib
+from experiments.sampling import Sampling
 
 
 def token_statistics(
@@ -22,8 +25,10 @@ def token_statistics(
     tokens: jax.Array,
     mask: jax.Array,
     *,
-    temperature: float,
+    sampling: Sampling,
     chunk_size: int,
+    eos_ids: Sequence[int] = (),
+    steps: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Log-probs and entropies of tokens under the policy as sampled from.
 
@@ -38,19 +43,23 @@ def token_statistics(
     hidden: `[B, C, D]`, entry c is the head's input that predicts token c.
     tokens: `[B, C]` int32.
     mask: `[B, C]` bool, True at generated tokens.
-    temperature: divides the logits, as in sampling; above 0.
+    sampling: how the tokens were sampled: log-probs are of the distribution
+      that `sampling.warp` makes, in which these tokens are always possible.
     chunk_size: tokens whose logits are alive at once. A chunk spans the whole
       batch and at least one position, so B where that is more.
+    eos_ids: tokens that end a response.
+    steps: `[B, C]` int32, how many tokens of its response stand before each;
+      needed where `sampling.min_new_tokens` is above 0.
 
   Returns:
     `[B, C]` float32 each, 0 outside the mask: log-probabilities, and entropies
     in nats of the tokens' distributions, these without gradient.
 
   Raises:
-    ValueError: for a temperature that is not above 0 (if it is not traced), a
-      `chunk_size` below 1, or shapes that disagree.
+    ValueError: for a temperature of 0, a `chunk_size` below 1, shapes that
+      disagree, or `min_new_tokens` without steps.
   """
-  _check_statistics(hidden, tokens, mask, temperature, chunk_size)
+  _check_statistics(hidden, tokens, mask, sampling, chunk_size)
   batch, length = tokens.shape
   span = max(1, min(chunk_size // batch, length))
   chunks = -(-length // span)
@@ -62,15 +71,29 @@ def token_statistics(
     x = x.reshape(batch, chunks, span, *x.shape[2:])
     return jnp.moveaxis(x, 1, 0)
 
-  hidden, tokens, mask = split(hidden), split(tokens), split(mask)
+  if steps is None and sampling.min_new_tokens:
+    raise ValueError(
+        f"sampling.min_new_tokens={sampling.min_new_tokens} needs steps"
+    )
+  # A token and its step, for one that may be told to be early.
+  targets = jnp.stack([tokens, tokens if steps is None else steps], axis=-1)
+  hidden, targets, mask = split(hidden), split(targets), split(mask)
   # Those leaves of params that the head reads, as arguments of their own.
   head, weights = jax.closure_convert(
-      lambda h: head_fn(params, h).astype(jnp.float32) / temperature,
+      lambda h: head_fn(params, h).astype(jnp.float32),
       jnp.zeros_like(hidden[0]),
   )
-  one = _chunk_statistics(head)
+
+  def compute(weights, h, targets):
+    tokens, steps = targets[..., 0], targets[..., 1]
+    logits = sampling_lib.warp(
+        head(h, *weights), sampling, eos_ids=eos_ids, step=steps, keep=tokens
+    )
+    return _chosen_and_entropy(logits, tokens)
+
+  one = _chunk_statistics(compute)
   log_probs, entropy = lax.map(
-      lambda chunk: one(weights, *chunk), (hidden, tokens, mask)
+      lambda chunk: one(weights, *chunk), (hidden, targets, mask)
   )
 
   def join(x):  # [chunks, B, span] -> [B, C]
@@ -105,15 +128,14 @@ def _unless_empty(mask, fn, *args):
   return lax.cond(jnp.any(mask), fn, zeros, *args)
 
 
-def _chunk_statistics(head: Callable[..., jax.Array]) -> Callable[..., Any]:
+def _chunk_statistics(compute: Callable[..., Any]) -> Callable[..., Any]:
   """`(weights, h, targets, mask) -> log-probs, entropies` of one chunk.
+
+  Of `compute(weights, h, targets)`, which gives them for all tokens.
 
   Differentiated by hand: autodiff hands the head's weights from the branch of
   the forward pass to that of the backward pass, as a copy in every chunk.
   """
-
-  def compute(weights, h, targets):
-    return _chosen_and_entropy(head(h, *weights), targets)
 
   def compute_and_slope(weights, h, targets):
     of_h = lambda h: compute(weights, h, targets)
@@ -166,12 +188,11 @@ def _chunk_statistics(head: Callable[..., jax.Array]) -> Callable[..., Any]:
   return one
 
 
-def _check_statistics(hidden, tokens, mask, temperature, chunk_size):
+def _check_statistics(hidden, tokens, mask, sampling, chunk_size):
   """Refuses what `token_statistics` says it refuses."""
-  if not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
+  if sampling.greedy:
     raise ValueError(
-        f"temperature must be above 0, got {temperature}: greedy decoding has "
-        "no gradient"
+        "temperature must be above 0, got 0: greedy decoding has no gradient"
     )
   if chunk_size < 1:
     raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
@@ -183,12 +204,16 @@ def _check_statistics(hidden, tokens, mask, temperature, chunk_size):
 
 
 def _chosen_and_entropy(logits, targets):
-  """Log-softmax at the targets, and H = lse(z) - Σ_v p_v z_v."""
+  """Log-softmax at the targets, and H = lse(z) - Σ_v p_v z_v.
+
+  Logits of -inf have no share in either.
+  """
   # Not a look-up, which would gather logits that are split over the vocabulary.
   ids = lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
   hit = ids == targets[..., None]
   chosen = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
   log_normalizer = jax.nn.logsumexp(logits, axis=-1)
   fixed = lax.stop_gradient(logits)
-  mean = jnp.sum(jax.nn.softmax(fixed, axis=-1) * fixed, axis=-1)
+  probs = jax.nn.softmax(fixed, axis=-1)
+  mean = jnp.sum(jnp.where(probs > 0, probs * fixed, 0.0), axis=-1)
   return chosen - log_normalizer, lax.stop_gradient(log_normalizer) - mean

@@ -74,11 +74,19 @@ METRICS: dict[str, Metric] = {
     "train/off_policy_gap": Metric(
         "nats/token",
         "mean log-probability of the sampler less that of the trainer, at"
-        " generated tokens",
+        " tokens of responses that ended",
+        _LEARNER,
+    ),
+    "train/off_policy_gap_max": Metric(
+        "nats/token", "largest magnitude of that gap at one token", _LEARNER
+    ),
+    "train/off_policy_kl": Metric(
+        "nats/token",
+        "estimated KL divergence of the trainer's policy from the sampler's",
         _LEARNER,
     ),
     "train/padding": Metric(
-        "share", "tokens computed that are of no response", _LEARNER
+        "share", "tokens computed that are of no prompt or response", _TRAIN
     ),
     "train/skipped": Metric(
         "0 or 1",
@@ -125,7 +133,7 @@ METRICS: dict[str, Metric] = {
     "rollout/replaced_groups": Metric(
         "groups", "drawn again, since all responses earned the same", _TRAIN
     ),
-    "rollout/truncated_weights": Metric(
+    "train/truncated_weights": Metric(
         "share", "importance weights that met their cap", _LEARNER
     ),
     "rollout/reward_timeouts": Metric(

@@ -52,6 +52,14 @@ def make_optimizer(
   return optax.chain(*links)
 
 
+def skips_by_itself(config: ml_collections.ConfigDict) -> bool:
+  """Whether a step that is not finite leaves parameters and state as they are.
+
+  `logra_jax.sketch` and `kl_budget` see to that; other optimizers do not.
+  """
+  return config.kl.enabled or config.optimizer.name == "logra"
+
+
 def init_params(config: ml_collections.ConfigDict, params: PyTree) -> PyTree:
   """What the optimizer of `config` trains: `params`, for LoRA with adapters.
 

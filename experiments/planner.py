@@ -328,13 +328,13 @@ def config_of(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
   c.attention_block = request.attention_block
   c.token_block = _token_block(request, mesh)
   c.mesh.update(dict(mesh.shape))
-  # One response to a prompt: nothing is packed, each row has all its tokens.
+  # One response to a prompt and to a row: each row has all its tokens.
   c.rollout.prompts = request.sequences * mesh.size
   c.rollout.responses = 1
   c.rollout.max_prompt_tokens = request.prompt_tokens
   c.rollout.max_new_tokens = request.tokens - request.prompt_tokens
-  c.loss.micro_batch = request.micro_batch * mesh.size
-  c.loss.pack = 1
+  c.loss.row_tokens = request.tokens
+  c.loss.micro_rows = request.micro_batch * mesh.size
   c.loss.chunk = request.chunk
   c.optimizer.name = request.optimizer
   c.optimizer.rank = request.rank

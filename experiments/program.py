@@ -3,6 +3,7 @@
 Nothing here allocates an array, so a model may be larger than the machine.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -11,9 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import ml_collections
 
-from experiments import devices, learner, optimizers, sharding
+from experiments import batches, devices, learner, optimizers, sharding
 from experiments.decoder import Decoder, DecoderConfig
-from experiments.rollout import Rollout
 
 
 def configure(
@@ -60,6 +60,7 @@ def jit_update(
     config: ml_collections.ConfigDict,
     state: learner.TrainState,
     mesh: Mesh,
+    eos_ids: Sequence[int] = (),
 ) -> Any:
   """The jitted train step; it donates its state, which stays where it lies.
 
@@ -69,10 +70,11 @@ def jit_update(
     config: a config like `configs/quickstart.py`.
     state: arrays or `jax.ShapeDtypeStruct`.
     mesh: of `sharding.make_mesh`; call the step inside `jax.set_mesh(mesh)`.
+    eos_ids: tokens that end a response.
   """
   where = sharding.shardings(state, state.params, mesh)
   return jax.jit(
-      learner.make_train_step(model, tx, config),
+      learner.make_train_step(model, tx, config, eos_ids),
       donate_argnums=0,
       out_shardings=(where, sharding.replicated(mesh)),
   )
@@ -92,23 +94,13 @@ def abstract_arguments(
     return learner.init_state(params, tx)
 
   state = jax.eval_shape(make)
-  n = config.rollout.prompts * config.rollout.responses
-  length = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-  of = jax.ShapeDtypeStruct
-  batch = learner.Batch(
-      rollout=Rollout(
-          tokens=of((n, length), jnp.int32),
-          valid=of((n, length), jnp.bool_),
-          completion_mask=of((n, length), jnp.bool_),
-          log_probs=of((n, length), jnp.float32),
-          finished=of((n,), jnp.bool_),
-      ),
-      advantages=of((n,), jnp.float32),
+  batch = batches.abstract_batch(config)
+  place = lambda x, where: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=where
   )
-  place = lambda x, where: of(x.shape, x.dtype, sharding=where)
   return (
       jax.tree.map(place, state, sharding.shardings(state, state.params, mesh)),
-      jax.tree.map(place, batch, sharding.batch_shardings(batch, mesh)),
+      jax.tree.map(place, batch, batches.shardings(batch, mesh)),
   )
 
 
@@ -127,7 +119,7 @@ def lower_update(
     ValueError: the mesh cannot split the model or the batch.
   """
   sharding.check_model(architecture, mesh)
-  sharding.check_batch("config.loss.micro_batch", config.loss.micro_batch, mesh)
+  sharding.check_batch("config.loss.micro_rows", config.loss.micro_rows, mesh)
   model = Decoder(configure(architecture, config))
   tx = optimizers.make_optimizer(config)
   state, batch = abstract_arguments(architecture, config, mesh)

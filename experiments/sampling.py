@@ -11,6 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 
 # Tokens of the vocabulary in one block of `draw`: about √V.
 _BLOCK = 256
@@ -76,6 +77,22 @@ class Sampling:
   def greedy(self) -> bool:
     """Whether the likeliest token is taken."""
     return self.temperature == 0
+
+
+def of_config(rollout: ml_collections.ConfigDict) -> Sampling:
+  """How a run samples, of `config.rollout`.
+
+  Raises:
+    ValueError: a value is out of range.
+  """
+  return Sampling(
+      max_new_tokens=rollout.max_new_tokens,
+      min_new_tokens=rollout.min_new_tokens,
+      temperature=rollout.temperature,
+      top_k=rollout.top_k,
+      top_p=rollout.top_p,
+      stop=tuple(rollout.stop),
+  )
 
 
 def _check_int(name, value, least):

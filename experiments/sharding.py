@@ -237,16 +237,6 @@ def constrain_gradients(grads: Any, params: Any) -> Any:
   return jax.tree_util.tree_map_with_path(one, grads)
 
 
-def batch_shardings(batch: Any, mesh: Mesh) -> Any:
-  """Splits every leaf along its first axis, the responses."""
-
-  def one(leaf: Any) -> NamedSharding:
-    names = ("batch",) + (None,) * (len(leaf.shape) - 1)
-    return NamedSharding(mesh, spec(names, leaf.shape, mesh))
-
-  return jax.tree.map(one, batch)
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
   """Whole on every device."""
   return NamedSharding(mesh, PartitionSpec())

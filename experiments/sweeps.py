@@ -22,6 +22,7 @@ import ml_collections
 
 from experiments import (
     bench,
+    checks,
     metrics,
     progress,
     setup_model,
@@ -171,7 +172,7 @@ def run(parts: Iterable[Part], out: pathlib.Path, only: str = "") -> None:
   ]
   missing = [x for x in wanted if (x[0].name, x[1].name, x[2]) not in done]
   for part, cell, seed in missing:  # Bad cells show before anything runs.
-    train.check_config(config_of(part, cell, seed))
+    checks.check_config(config_of(part, cell, seed))
   for model in {config_of(*one).model for one in missing}:
     ensure_model(model)
   for number, (part, cell, seed) in enumerate(missing, 1):

@@ -10,7 +10,6 @@ On several hosts every process runs the command with `--distributed`; they
 share one `workdir`, and the first process alone writes the record.
 """
 
-from collections.abc import Sequence
 import dataclasses
 import functools
 import json
@@ -22,23 +21,30 @@ from typing import Any
 
 from absl import app, flags, logging
 import jax
+import jax.numpy as jnp
 import ml_collections
 from ml_collections import config_flags
 import numpy as np
 import optax
 
 from experiments import (
+    batches,
     checkpoints,
+    checks,
+    collect,
     decoder,
     evaluate,
-    grpo,
+    guards,
     learner,
     lora,
+    openai_sampler,
     optimizers,
     plots,
     pretrained,
     program,
     progress,
+    rewards,
+    samplers,
     sharding,
     tasks,
     tiny,
@@ -50,7 +56,18 @@ from experiments import workdir as workdir_lib
 import logra_jax
 
 # What the seconds of an update go into.
-_PHASES = ("time/rollout", "time/reward", "time/update")
+PHASES = ("time/rollout", "time/reward", "time/update")
+
+
+# Errors whose words are for the user of the command.
+_TOLD = (
+    ValueError,
+    OSError,
+    ImportError,
+    checkpoints.CheckpointError,
+    guards.NonFiniteError,
+    guards.OutOfMemoryError,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +104,7 @@ def train(
       or belongs to another config, a prompt that does not fit, a reward that
       is no number.
   """
-  check_config(config)
+  checks.check_config(config)
   mesh = _make_mesh(config)
   # The first process alone makes files; the others then find them.
   if not sharding.is_first_process():
@@ -96,69 +113,19 @@ def train(
   if sharding.is_first_process():
     sharding.wait_for_all("claimed")
   saved = checkpoints.Checkpoints(
-      path / "checkpoints", keep=config.checkpoint.keep
+      path / "checkpoints", keep=config.checkpoint.keep, background=True
   )
   with workdir_lib.stop_on_signals() as stop:
     state = None
     if config.updates not in saved.updates():
       state = _Run(config, path, saved, mesh).loop(stop)
-  update = config.updates if state is None else int(state.update)
+  update = config.updates
+  if state is not None:
+    update = int(state.update) // _steps(config)
   accuracy = metrics_lib.column(
       metrics_lib.read_rows(path / metrics_lib.FILENAME), "eval/accuracy"
   )
   return Result(update, stop.signal, dict(zip(*accuracy, strict=True)), state)
-
-
-def check_config(config: ml_collections.ConfigDict) -> None:
-  """Raises ValueError for settings that no run could start with."""
-  c = config
-  least = {
-      "updates": (c.updates, 1),
-      "rollout.prompts": (c.rollout.prompts, 1),
-      # A response is compared with the others to its prompt.
-      "rollout.responses": (c.rollout.responses, 2),
-      "rollout.max_prompt_tokens": (c.rollout.max_prompt_tokens, 1),
-      "rollout.max_new_tokens": (c.rollout.max_new_tokens, 1),
-      "loss.micro_batch": (c.loss.micro_batch, 1),
-      "loss.pack": (c.loss.pack, 1),
-      "loss.chunk": (c.loss.chunk, 1),
-      "kl.probe_responses": (c.kl.probe_responses, 1),
-      "evaluate.every": (c.evaluate.every, 1),
-      "evaluate.prompts": (c.evaluate.prompts, 1),
-      "checkpoint.every": (c.checkpoint.every, 1),
-      "checkpoint.keep": (c.checkpoint.keep, 1),
-  }
-  for name, (value, minimum) in least.items():
-    if value < minimum:
-      raise ValueError(f"config.{name}={value} must be at least {minimum}")
-  if not 0 <= c.loss.clip_low <= 1 or not c.loss.clip_high >= 0:
-    raise ValueError(
-        f"config.loss.clip_low={c.loss.clip_low} must be in [0, 1] and"
-        f" clip_high={c.loss.clip_high} at least 0"
-    )
-  if not c.rollout.temperature > 0:
-    raise ValueError(
-        f"config.rollout.temperature={c.rollout.temperature} must be positive:"
-        " greedy responses to one prompt are all the same"
-    )
-  batch = c.rollout.prompts * c.rollout.responses
-  if batch % c.loss.micro_batch:
-    raise ValueError(
-        f"config.loss.micro_batch={c.loss.micro_batch} must divide the batch,"
-        f" rollout.prompts * rollout.responses = {batch}"
-    )
-  if c.rollout.responses % c.loss.pack or c.loss.micro_batch % c.loss.pack:
-    raise ValueError(
-        f"config.loss.pack={c.loss.pack} must divide"
-        f" rollout.responses={c.rollout.responses} and"
-        f" loss.micro_batch={c.loss.micro_batch}"
-    )
-  if c.kl.probe_responses > batch:
-    raise ValueError(
-        f"config.kl.probe_responses={c.kl.probe_responses} is more than the"
-        f" batch has, {batch}"
-    )
-  optimizers.make_optimizer(c)  # Refuses its own bad values.
 
 
 def load_model(config: ml_collections.ConfigDict) -> pretrained.Pretrained:
@@ -178,11 +145,9 @@ def load_model(config: ml_collections.ConfigDict) -> pretrained.Pretrained:
 def _make_mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   """The mesh of the config, checked against the batch."""
   mesh = sharding.make_mesh(config.mesh)
-  rows = config.loss.micro_batch // config.loss.pack
   sizes = {
       "config.rollout.prompts": config.rollout.prompts,
-      "config.loss.micro_batch": config.loss.micro_batch,
-      "config.loss.micro_batch / config.loss.pack": rows,
+      "config.loss.micro_rows": config.loss.micro_rows,
       "config.kl.probe_responses": config.kl.probe_responses,
   }
   for name, size in sizes.items():
@@ -197,21 +162,26 @@ def _settings(config: ml_collections.ConfigDict) -> str:
   settings.optimizer.learning_rate = float(config.optimizer.learning_rate > 0)
   for name in ("seed", "model", "updates", "task", "evaluate", "checkpoint"):
     del settings[name]
+  del settings["log"]
   return settings.to_json(sort_keys=True)
 
 
 @functools.lru_cache(maxsize=64)
-def _train_step(
-    model: decoder.Decoder, mesh: jax.sharding.Mesh, settings: str
-) -> Any:
-  """The jitted update; runs of one process that only differ in seeds share it.
+def _programs(
+    model: decoder.Decoder,
+    mesh: jax.sharding.Mesh,
+    settings: str,
+    eos_ids: tuple[int, ...],
+) -> tuple[Any, Any]:
+  """The jitted `prepare` and update; runs that differ in seeds share them.
 
-  The state is donated: new parameters take the place of the old ones.
+  The update donates its state: new parameters take the place of the old ones.
   """
   config = ml_collections.ConfigDict(json.loads(settings))
   tx = optimizers.make_optimizer(config)
   state, _ = program.abstract_arguments(model.config, config, mesh)
-  return program.jit_update(model, tx, config, state, mesh)
+  step = program.jit_update(model, tx, config, state, mesh, eos_ids)
+  return jax.jit(learner.make_prepare(model, config, eos_ids)), step
 
 
 @jax.jit
@@ -219,38 +189,6 @@ def _weight_norm(params: Any) -> jax.Array:
   """Frobenius norm of all parameters, adapters merged."""
   wide = jax.tree.map(lambda x: x.astype("float32"), lora.merge(params))
   return optax.tree.norm(wide)
-
-
-def sample(
-    config: ml_collections.ConfigDict,
-    model: decoder.Decoder,
-    params: Any,
-    tokenizer: tokenizer_lib.Tokenizer,
-    examples: Sequence[tasks.Example],
-    update: int,
-) -> rollout_lib.Rollout:
-  """The groups of responses that a run draws in an update.
-
-  Args:
-    config: of the run.
-    model: the policy.
-    params: its parameters.
-    tokenizer: the model's.
-    examples: whose prompts are answered, `config.rollout.responses` times each.
-    update: number of updates done before.
-  """
-  c = config.rollout
-  return evaluate.respond(
-      model,
-      params,
-      tokenizer,
-      examples,
-      jax.random.fold_in(jax.random.key(config.seed), update),
-      max_prompt_tokens=c.max_prompt_tokens,
-      max_new_tokens=c.max_new_tokens,
-      temperature=c.temperature,
-      group_size=c.responses,
-  )
 
 
 class _Run:
@@ -266,157 +204,295 @@ class _Run:
     self.config = config
     self.path = path
     self.saved = saved
+    self.mesh = mesh
     self.task = tasks.make_task(config.task.name, config.task.seed)
+    self.scorer = rewards.RewardWorkers(
+        self.task,
+        config.task.reward,
+        workers=config.task.workers,
+        timeout=config.task.timeout,
+    )
     progress.say(f"loading {config.model}")
     loaded = load_model(config)
-    self.model = decoder.Decoder(loaded.config)
     self.tokenizer = loaded.tokenizer
-    self.mesh = mesh
+    self.model = decoder.Decoder(loaded.config)
     sharding.check_model(loaded.config, mesh)
     tx = optimizers.make_optimizer(config)
-    self.state = program.init_state(config, loaded.params, tx, self.mesh)
-    progress.say(logra_jax.summary(self.state.params, self.state.opt_state))
-    restored = saved.restore(self.state, progress.say)
+    self.state = program.init_state(config, loaded.params, tx, mesh)
+    # The state is donated: the reference needs weights of its own.
+    self.reference = None
+    if config.loss.reference_kl:
+      own = jax.tree.map(jnp.copy, loaded.params)
+      self.reference = sharding.put(own, sharding.shardings(own, own, mesh))
+    self.sampler = make_sampler(
+        config, self.model, self.state.params, self.tokenizer, path
+    )
+    self.collector = collect.Collector(
+        config, self.sampler, self.tokenizer, self.task, self.scorer
+    )
+    self.curriculum = self.collector.initial_curriculum()
+    progress.say(self._summary())
+    restored = saved.restore(self._saved(), progress.say)
     if restored is not None:
-      self.state = restored[1]
+      self.curriculum = restored[1].pop("curriculum")
+      self.state = learner.TrainState(**restored[1])
       progress.say(f"resuming after update {restored[0]} of {config.updates}")
-    self.train_step = _train_step(self.model, mesh, _settings(config))
+      self.sampler.update_weights(self.state.params, int(self.state.update))
+    compiled = (self.model, mesh, _settings(config), self.tokenizer.eos_ids)
+    self.prepare, self.train_step = _programs(*compiled)
+
+  def _summary(self) -> str:
+    """What the run is about to do and to hold."""
+    config, c = self.config, self.config.rollout
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    memory = {
+        "parameters": size(self.state.params),
+        "optimizer state": size(self.state.opt_state),
+    }
+    if self.reference is not None:
+      memory["reference"] = size(self.reference)
+    if not c.server:
+      memory["KV cache"] = rollout_lib.memory_bytes(
+          self.model.config,
+          prompts=c.prompts,
+          group_size=c.responses,
+          prompt_tokens=c.max_prompt_tokens,
+          max_new_tokens=c.max_new_tokens,
+          slots=c.slots,
+          cache_dtype=c.cache_dtype or None,
+      )
+    leaves = jax.tree.leaves(self.state.params)
+    return progress.start_summary(
+        model=config.model,
+        parameters=sum(x.size for x in leaves),
+        trained=logra_jax.summary(self.state.params, self.state.opt_state),
+        memory=memory,
+        prompts=c.prompts,
+        responses=c.responses,
+        max_prompt_tokens=c.max_prompt_tokens,
+        max_new_tokens=c.max_new_tokens,
+    )
+
+  def _saved(self) -> dict[str, Any]:
+    """What a checkpoint holds."""
+    return {**vars(self.state), "curriculum": self.curriculum}
+
+  def update(self) -> int:
+    """Updates done."""
+    return int(self.state.update) // _steps(self.config)
 
   def loop(self, stop: workdir_lib.Stop) -> learner.TrainState:
     """The algorithm; returns the state it ended with."""
     config = self.config
-    update = int(self.state.update)
+    update = self.update()
     writer = metrics_lib.MetricsWriter(
-        self.path, resume_at=update, tensorboard=config.tensorboard
+        self.path,
+        resume_at=update,
+        tensorboard=config.log.tensorboard,
+        wandb=config.log.wandb,
+        trackio=config.log.trackio,
+        config=config.to_dict(),
     )
+    timer = checkpoints.SaveTimer(
+        every=config.checkpoint.every,
+        minutes=config.checkpoint.minutes,
+        start=time.monotonic(),
+    )
+    bar = progress.Progress(config.updates, update)
+    watch = _Watch(config, self.path, bar)
+    # A signal may reach one process only: all stop after the same update.
+    stopping = lambda: sharding.any_process(bool(stop))
     mesh = jax.set_mesh(self.mesh)
-    with mesh, writer, progress.Progress(config.updates, update) as bar:
+    with mesh, writer, bar, watch.compiled, self.scorer, self.saved:
       if update == 0:
-        self.evaluate(writer, bar, update)
-      pending = _Pending(writer, bar)
-      # A signal may reach one process only: all stop after the same update.
-      stopping = lambda: sharding.any_process(bool(stop))
-      while update < config.updates and not stopping():
-        # JAX only dispatches here: the last update may still be running.
-        start = time.perf_counter()
-        examples = self.examples(update)
-        rollout = self.sample(examples, update)
-        start = max(start, pending.flush())
-        batch, seen = self.score(examples, rollout, start)
-        start = time.perf_counter()
-        self.state, metrics = self.train_step(self.state, batch)
-        update += 1
-        pending.set(update, start, {**seen, **metrics})
-        last = update == config.updates
-        if last or update % config.evaluate.every == 0:
-          pending.flush()
+        with watch.compiled.expected():
           self.evaluate(writer, bar, update)
-        if last or update % config.checkpoint.every == 0 or stopping():
-          pending.flush()
-          self.saved.save(update, self.state)
+      while update < config.updates and not stopping():
+        with guards.advise_on_memory("rollout"):
+          collected = self.collector.collect(update, self.curriculum)
+        self.curriculum = collected.curriculum
+        with guards.advise_on_memory("update"):
+          steps, metrics = self.learn(collected)
+        update += 1
+        metrics |= collected.metrics | metrics_lib.memory_peaks()
+        metrics["train/compilations"] = watch.compiled.count
+        row = writer.write(update, metrics)
+        bar.show(update, row, sum(row[name] for name in PHASES))
+        watch.observe(update, row, steps)
+        last, score = update == config.updates, None
+        if last or update % config.evaluate.every == 0:
+          with watch.compiled.expected():
+            score = self.evaluate(writer, bar, update)
+        best = self.saved.best()
+        better = score is not None and (best is None or score > best[1])
+        due = sharding.any_process(timer.due(update, time.monotonic()))
+        # What may be damaged does not push out what is not.
+        if last or (watch.healthy and (due or better or stopping())):
+          self.saved.save(update, self._saved(), score)
     return self.state
 
-  def examples(self, update: int) -> list[tasks.Example]:
-    """The training examples of an update, each once."""
-    n = self.config.rollout.prompts
-    return [self.task.train(update * n + i) for i in range(n)]
-
-  def sample(
-      self, examples: list[tasks.Example], update: int
-  ) -> rollout_lib.Rollout:
-    """A group of responses to each example's prompt."""
-    return sample(
-        self.config,
-        self.model,
-        self.state.params,
-        self.tokenizer,
-        examples,
-        update,
-    )
-
-  def score(
-      self,
-      examples: list[tasks.Example],
-      rollout: rollout_lib.Rollout,
-      start: float,
-  ) -> tuple[learner.Batch, dict[str, float]]:
-    """Rewards and advantages; waits for the rollout, begun at `start`."""
-    rollout = sharding.fetch(rollout)
-    mask = rollout.completion_mask
-    sampled = time.perf_counter()
-    if not mask[learner.probe_rows(self.config)].any():
-      raise ValueError(
-          "the rollout has no generated token in its first"
-          f" {self.config.kl.probe_responses} responses, so that no KL can be"
-          " predicted; raise config.kl.probe_responses"
-      )
-    n = self.config.rollout.responses
-    _, rewards = evaluate.score(self.task, self.tokenizer, examples, rollout)
-    advantages = grpo.group_advantages(rewards, n)
-    groups = rewards.reshape(-1, n)
-    batch = learner.Batch(rollout, advantages)
-    return sharding.put(batch, sharding.batch_shardings(batch, self.mesh)), {
-        "train/reward": rewards.mean(),
-        "train/reward_std": rewards.std(),
-        "train/equal_groups": np.mean(np.ptp(groups, axis=1) == 0),
-        "rollout/length": mask.sum(axis=1).mean(),
-        "rollout/finished": rollout.finished.mean(),
-        "rollout/tokens_per_second": mask.sum() / (sampled - start),
-        "time/rollout": sampled - start,
-        "time/reward": time.perf_counter() - sampled,
+  def learn(
+      self, collected: collect.Collected
+  ) -> tuple[list[learner.Batch], dict[str, float]]:
+    """The steps on one rollout: their batches, and their metrics."""
+    start = time.perf_counter()
+    steps, found = self._steps(collected)
+    for _ in range(self.config.loss.epochs):
+      for batch in steps:
+        self.state, metrics = self.train_step(self.state, batch)
+        found.append(metrics)
+    self.sampler.update_weights(self.state.params, int(self.state.update))
+    found = jax.tree.map(float, jax.device_get(found))
+    names = {name for metrics in found for name in metrics}
+    joined = {
+        name: _JOIN.get(name, np.mean)([m[name] for m in found if name in m])
+        for name in sorted(names)
     }
+    return steps, joined | {"time/update": time.perf_counter() - start}
+
+  def _steps(
+      self, collected: collect.Collected
+  ) -> tuple[list[learner.Batch], list[dict[str, Any]]]:
+    """The batch of each step of an epoch, and metrics of making them."""
+    config = self.config
+    rows = np.arange(len(collected.advantages))
+    steps, found = [], []
+    for own in np.split(rows, config.loss.minibatches):
+      part = jax.tree.map(lambda x, own=own: x[own], collected[:3])
+      rollout, advantages, keep = part
+      batch, packed = batches.make_batch(config, rollout, advantages, keep=keep)
+      finished = packed.gather(np.asarray(rollout.finished))
+      batch = batches.put(batch, self.mesh)
+      found.append({"train/padding": packed.padding})
+      if _prepares(config):
+        batch, metrics = self.prepare(
+            self.state.params, self.reference, batch, finished
+        )
+        found.append(metrics)
+      steps.append(batch)
+    return steps, found
 
   def evaluate(
       self,
       writer: metrics_lib.MetricsWriter,
       bar: progress.Progress,
       update: int,
-  ) -> None:
-    """Writes held-out metrics to the record."""
-    found, _ = evaluate.evaluate(
-        self.model,
-        self.state.params,
-        self.tokenizer,
-        self.task,
-        max_prompt_tokens=self.config.rollout.max_prompt_tokens,
-        max_new_tokens=self.config.rollout.max_new_tokens,
-        max_prompts=self.config.evaluate.prompts,
-    )
+  ) -> float:
+    """Writes held-out metrics to the record; returns the accuracy."""
+    start = time.perf_counter()
+    with guards.advise_on_memory("evaluate"):
+      found, _ = evaluate.evaluate(
+          self.model,
+          self.state.params,
+          self.tokenizer,
+          self.task,
+          max_prompt_tokens=self.config.rollout.max_prompt_tokens,
+          max_new_tokens=self.config.rollout.max_new_tokens,
+          max_prompts=self.config.evaluate.prompts,
+          workers=self.scorer,
+      )
     found["weight_norm"] = float(_weight_norm(self.state.params))
-    writer.write(update, {f"eval/{name}": found[name] for name in found})
+    named = {f"eval/{name}": value for name, value in found.items()}
+    named["time/evaluate"] = time.perf_counter() - start
+    writer.write(update, named)
     bar.say(
         f"held-out accuracy after {update} updates: {found['accuracy']:.3f}"
     )
+    return found["accuracy"]
 
 
-class _Pending:
-  """Metrics of an update that may still be running."""
+class _Watch:
+  """What looks at each update, and says what is wrong.
 
-  def __init__(self, writer: metrics_lib.MetricsWriter, bar: progress.Progress):
-    self._writer = writer
+  Attributes:
+    compiled: counts programs while it is entered.
+  """
+
+  def __init__(
+      self,
+      config: ml_collections.ConfigDict,
+      path: pathlib.Path,
+      bar: progress.Progress,
+  ):
+    rows = metrics_lib.read_rows(path / metrics_lib.FILENAME)
+    self.compiled = guards.CompileCounter()
+    self._skips = guards.SkipGuard(path, limit=config.max_skipped, rows=rows)
+    self._watch = guards.Watch(
+        max_new_tokens=config.rollout.max_new_tokens, rows=rows
+    )
     self._bar = bar
-    self._waiting: tuple[int, float, dict[str, Any]] | None = None
 
-  def set(self, update: int, start: float, values: dict[str, Any]) -> None:
-    """Keeps the metrics of an update that began at `start` until `flush`."""
-    self._waiting = (update, start, values)
+  @property
+  def healthy(self) -> bool:
+    """Whether the last update was finite."""
+    return self._skips.in_a_row == 0
 
-  def flush(self) -> float:
-    """Waits for the metrics, if there are any, and writes them.
+  def observe(
+      self, update: int, row: dict[str, Any], steps: list[learner.Batch]
+  ) -> None:
+    """Warns; raises where a run is lost."""
+    warnings = self._watch.observe(row)
+    late = self.compiled.observe()
+    for warning in [*warnings, *([late] if late else [])]:
+      self._bar.say(f"warning: {warning}")
+    self._skips.observe(update, row, steps)
 
-    Returns:
-      When they were there, by `time.perf_counter`; 0 if there are none.
-    """
-    if self._waiting is None:
-      return 0.0
-    update, start, values = self._waiting
-    self._waiting = None
-    jax.block_until_ready(values)
-    end = time.perf_counter()
-    values["time/update"] = end - start
-    seconds = sum(values[name] for name in values if name in _PHASES)
-    self._bar.show(update, self._writer.write(update, values), seconds)
-    return end
+
+# How a metric of several steps becomes one; the mean where nothing is said.
+_JOIN = {
+    "train/ratio_max": max,
+    "train/skipped": max,
+    "kl/skipped": max,
+    "train/off_policy_gap_max": max,
+}
+
+
+def _steps(config: ml_collections.ConfigDict) -> int:
+  """Optimizer steps of an update."""
+  return config.loss.epochs * config.loss.minibatches
+
+
+def _prepares(config: ml_collections.ConfigDict) -> bool:
+  """Whether the trainer's own log-probs are needed before the first step."""
+  c = config.loss
+  return (
+      _steps(config) > 1
+      or c.correction != "none"
+      or c.reference_kl > 0
+      or config.kl.mismatch
+  )
+
+
+def make_sampler(
+    config: ml_collections.ConfigDict,
+    model: decoder.Decoder,
+    params: Any,
+    tokenizer: tokenizer_lib.Tokenizer,
+    workdir: pathlib.Path,
+) -> samplers.Sampler:
+  """The sampler of a run: this process, or `config.rollout.server`."""
+  c = config.rollout
+  if not c.server:
+    return samplers.LocalSampler(
+        model,
+        params,
+        tokenizer,
+        max_prompt_tokens=c.max_prompt_tokens,
+        slots=c.slots,
+        cache_dtype=c.cache_dtype or None,
+    )
+  sync = None
+  if c.server_sync:
+    sync = openai_sampler.sync_by_directory(
+        c.server, workdir / "served", model.config, tokenizer
+    )
+  return openai_sampler.OpenAISampler(
+      c.server,
+      c.server_model,
+      tokenizer,
+      max_prompt_tokens=c.max_prompt_tokens,
+      sync=sync,
+  )
 
 
 def _report(
@@ -431,7 +507,7 @@ def _report(
         f" {accuracy[1][-1]:.3f} after {accuracy[0][-1]} updates"
     )
   if metrics_lib.column(rows, "train/reward")[0]:
-    seconds = sum(sum(metrics_lib.column(rows, name)[1]) for name in _PHASES)
+    seconds = sum(sum(metrics_lib.column(rows, name)[1]) for name in PHASES)
     progress.say(f"training:   {seconds / 60:.1f} minutes in all")
     progress.say(f"picture:    {plots.draw_run(path)}")
   progress.say(f"metrics:    {path / metrics_lib.FILENAME}")
@@ -452,7 +528,7 @@ def main(config: ml_collections.ConfigDict, workdir: str) -> None:
     jax.distributed.initialize()
   try:
     result = train(config, workdir)
-  except (ValueError, FileNotFoundError, ImportError) as error:
+  except _TOLD as error:
     if flags.FLAGS.traceback:
       raise
     sys.exit(f"error: {error}")

@@ -68,8 +68,15 @@ def load_config(
         f"{directory} holds no run ({_CONFIG} is missing); pass the --workdir"
         " of a training run"
     )
-  config = ml_collections.ConfigDict(json.loads(path.read_text()))
+  config = ml_collections.ConfigDict(_with_tuples(json.loads(path.read_text())))
   return config.lock()
+
+
+def _with_tuples(value: Any) -> Any:
+  """What a config had before it was JSON, which has lists alone."""
+  if isinstance(value, dict):
+    return {name: _with_tuples(x) for name, x in value.items()}
+  return tuple(value) if isinstance(value, list) else value
 
 
 def _check_same(

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import lora, optimizers, train, workdir
+from experiments import checks, lora, optimizers, train, workdir
 from experiments.configs import quickstart, tiny
 import logra_jax
 
@@ -31,7 +31,7 @@ def _with(config, changes):
 @pytest.mark.parametrize("module", [quickstart, tiny])
 def test_configs_are_sound_and_locked(module):
   config = module.get_config()
-  train.check_config(config)
+  checks.check_config(config)
   with pytest.raises((KeyError, AttributeError)):
     config.optimizer.rnak = 8
   assert list(_names(config)) == list(_names(quickstart.get_config()))
@@ -66,12 +66,27 @@ def test_every_setting_is_read_somewhere():
         ({"kl.alpha_max": 0.0}, "alpha_max"),
         ({"kl.probe_responses": 0}, "kl.probe_responses=0"),
         ({"kl.probe_responses": 97}, "97.*96"),
-        ({"rollout.responses": 1}, "rollout.responses=1.*at least 2"),
+        ({"rollout.responses": 1}, "group_size must be at least 2.*got 1"),
         ({"rollout.prompts": 0}, "rollout.prompts=0"),
         ({"rollout.temperature": 0.0}, "temperature=0.0"),
-        ({"loss.micro_batch": 36}, "micro_batch=36.*96"),
-        ({"loss.pack": 3}, "pack=3"),
-        ({"loss.clip_low": 1.5}, "clip_low=1.5"),
+        ({"rollout.top_p": 0.0}, "config.rollout.top_p .*0.0"),
+        ({"rollout.top_k": -1}, "config.rollout.top_k .*-1"),
+        ({"rollout.min_new_tokens": 13}, "rollout.min_new_tokens=13.*12"),
+        ({"rollout.stop": ("",)}, "config.rollout.stop .*''"),
+        ({"rollout.cache_dtype": "int4"}, "cache_dtype='int4'"),
+        ({"rollout.overlong": "drop"}, "config.rollout.overlong .*'drop'"),
+        ({"rollout.overlong": "penalty"}, "overlong_buffer .* got 0"),
+        ({"rollout.curriculum": 11}, "curriculum=11 .*prompts=12"),
+        ({"loss.name": "dapoo"}, "dapoo.*dapo"),
+        ({"loss.row_tokens": 55}, "loss.row_tokens=55 .*56"),
+        ({"loss.micro_rows": 0}, "loss.micro_rows=0"),
+        ({"loss.minibatches": 5}, "loss.minibatches=5 .*12"),
+        ({"loss.minibatches": 12, "kl.probe_responses": 9}, "9.*has, 8"),
+        ({"loss.correction": "word"}, "correction .*'word'"),
+        ({"loss.correction_cap": 0.5}, "correction_cap .*0.5"),
+        ({"loss.reference_kl": -1.0}, "reference_kl.*-1.0"),
+        ({"loss.reference_estimator": "k4"}, "reference_estimator .*'k4'"),
+        ({"loss.clip_low": 1.5}, "clip_low.*1.5"),
         ({"updates": 0}, "updates=0"),
         ({"checkpoint.every": 0}, "checkpoint.every=0"),
     ],
@@ -79,7 +94,7 @@ def test_every_setting_is_read_somewhere():
 def test_bad_settings_are_refused_with_name_and_value(changes, match):
   config = _with(quickstart.get_config(), changes)
   with pytest.raises(ValueError, match=match):
-    train.check_config(config)
+    checks.check_config(config)
     # What depends on the parameters shows with the first of them.
     optimizers.make_optimizer(config).init(_params())
 

@@ -43,7 +43,7 @@ def test_gradient_is_the_one_that_the_learner_sketches(source):
   )
   tx = logra_jax.sketch(4, inner=keep, seed=7, refresh=False)
   step = jax.jit(learner.make_train_step(source.model, tx, config))
-  state, _ = step(learner.init_state(params, tx), batch)
+  state, _ = step(learner.init_state(params, tx), source._packed(batch))
   a = gradients.bases(g, 4, "rademacher", 7)
   assert set(state.opt_state.inner) == set(g)
   for path, s in state.opt_state.inner.items():
@@ -59,18 +59,15 @@ def test_kl_is_that_of_the_librarys_probe(source):
       source.batch(params, 0, 0), config.rollout.responses, 3, 4
   )
   found = gradients.kl_fn(model, config)(params, rollout, 4, g)
-  n_new = config.rollout.max_new_tokens
+  rows = packing.all_rows(rollout, 1, config.rollout.max_new_tokens)
 
   @jax.jit
   def probed(params, updates):
     probe = logra_jax.kl_probe(
-        lambda p, b: packing.features(model, p, b["packed"]),
+        lambda p, b: packing.features(model, p, b["rows"]),
         params,
         (),
-        {
-            "packed": packing.pack(rollout, n_new, 1),
-            "completion_mask": rollout.completion_mask[:, -n_new:],
-        },
+        {"rows": rows, "completion_mask": rows.target_mask},
         head_fn=lambda p, h: model.apply({"params": p}, h, method="head"),
         temperature=config.rollout.temperature,
     )
@@ -91,8 +88,10 @@ def test_own_gain_of_the_gradient_is_the_slope_of_the_loss(source):
 
   @jax.jit
   def logits(params):
-    packed = packing.pack(rollout, n_new, 1)
-    hidden = packing.features(model, params, packed)
+    # Padding on the left: a token's features stand before it.
+    hidden = model.apply(
+        {"params": params}, rollout.tokens, rollout.valid, method="hidden"
+    )[:, -n_new - 1 : -1]
     return model.apply({"params": params}, hidden, method="head")
 
   def loss(size):

@@ -241,17 +241,16 @@ def test_a_loss_that_is_not_finite_leaves_the_weights(tmp_path):
   config = tiny.get_config()
   saved = checkpoints.Checkpoints(tmp_path / "checkpoints")
   run = train._Run(config, tmp_path, saved, train._make_mesh(config))
-  examples = run.examples(0)
-  batch, _ = run.score(examples, run.sample(examples, 0), 0.0)
+  (batch,), _ = run._steps(run.collector.collect(0, None))
   before = jax.tree.map(np.array, run.state.params)
+  given = batch.tokens.advantages
   for advantages, lost in (
-      (batch.advantages.at[0].set(math.nan), 1),
-      (batch.advantages.at[3].set(math.inf), 1),
-      (batch.advantages, 0),
+      (given.at[0, 0, 0].set(math.nan), 1),
+      (given.at[0, 1, 0].set(math.inf), 1),
+      (given, 0),
   ):
-    run.state, metrics = run.train_step(
-        run.state, batch.replace(advantages=advantages)
-    )
+    tokens = batch.tokens.replace(advantages=advantages)
+    run.state, metrics = run.train_step(run.state, batch.replace(tokens=tokens))
     assert metrics["train/skipped"] == lost
     same = jax.tree.map(np.array_equal, before, run.state.params)
     assert all(jax.tree.leaves(same)) == bool(lost)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import likelihood
+from experiments.sampling import Sampling
 
 _B, _T, _D, _V = 3, 11, 5, 37
 _START = 4
@@ -67,7 +68,7 @@ def _statistics(
       _hidden(params, batch["tokens"], batch["valid"])[:, start - 1 : -1],
       batch["tokens"][:, start:],
       jnp.asarray(mask[:, start:]),
-      temperature=temperature,
+      sampling=Sampling(_T, temperature=temperature),
       chunk_size=chunk_size,
   )
   return [jnp.pad(x, ((0, 0), (start, 0))) for x in found]
@@ -177,7 +178,7 @@ def _weighted(hidden, heads, head_fn=_two_heads, chunk_size=6):
       hidden,
       batch["tokens"],
       jnp.asarray(batch["completion_mask"]),
-      temperature=0.7,
+      sampling=Sampling(_T, temperature=0.7),
       chunk_size=chunk_size,
   )
   return jnp.sum(np.random.default_rng(5).normal(size=(_B, _T)) * log_probs)
@@ -250,7 +251,7 @@ def test_no_buffer_holds_all_logits():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
+        ({"temperature": 0.0}, "temperature must be above 0, got 0"),
         ({"temperature": float("nan")}, "temperature must be .* got nan"),
         ({"chunk_size": 0}, "chunk_size must be at least 1 token, got 0"),
         ({"mask": np.ones((_B, _T - 1), bool)}, "must agree, got .*3, 6"),

@@ -48,8 +48,12 @@ def test_what_the_arguments_are(tiny, small_plan):
   n = models.n_params(models.architecture(tiny))
   assert small_plan.n_params == n
   assert small_plan.arguments["weights"] == 2 * n == small_plan.floor_bytes
-  # Tokens, two masks and log-probs of each position; a flag and an advantage.
-  assert small_plan.arguments["batch"] == 64 * (4 + 1 + 1 + 4) + 1 + 4
+  # One row of 64 tokens, 56 of them generated, and the probe's: four integers
+  # of each token, four and a mask of those generated; of the row's also a mask,
+  # an integer and three numbers; and the sampler's gap.
+  rows = 64 * 4 * 4 + 56 * (4 * 4 + 1)
+  tokens = 56 * (1 + 4 + 3 * 4)
+  assert small_plan.arguments["batch"] == 2 * rows + tokens + 4
   outputs = {"q": 64, "k": 32, "v": 32, "o": 64, "gate": 160, "up": 160}
   d_out = 2 * (sum(outputs.values()) + 64)
   assert small_plan.gradient_bytes == 4 * 8 * d_out
@@ -61,7 +65,9 @@ def test_the_peak(small_plan):
   p = small_plan
   rest = p.argument_bytes + p.output_bytes - p.aliased_bytes
   assert p.peak_bytes == rest + p.temporary_bytes > p.floor_bytes
-  assert p.argument_bytes == pytest.approx(sum(p.arguments.values()), abs=64)
+  # What this loss does not read of the batch is no argument.
+  unread = sum(p.arguments.values()) - p.argument_bytes
+  assert -64 <= unread < p.arguments["batch"] / 2
   # The state is donated: what is not aliased are the metrics.
   assert p.output_bytes - p.aliased_bytes < 1000
   assert p.fits and p.memory_bytes > GIB
@@ -214,7 +220,7 @@ def test_the_config_is_for_all_devices(tiny):
   request = Request(tiny, "cpu:1", tokens=64, sequences=4, micro_batch=2)
   c = planner.config_of(request, mesh)
   assert c.rollout.prompts * c.rollout.responses == 4
-  assert c.loss.micro_batch == 2 and c.kl.probe_responses == 2
+  assert c.loss.micro_rows == 2 and c.kl.probe_responses == 2
   assert c.rollout.max_prompt_tokens + c.rollout.max_new_tokens == 64
   assert c.optimizer.refresh and c.optimizer.momentum == 0
 

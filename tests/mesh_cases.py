@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from experiments import (
+    batches,
     decoder,
     decoding,
     hlo,
-    learner,
     metrics,
     optimizers,
     program,
@@ -86,8 +86,8 @@ def make_config(changes):
           "rollout.responses": 2,
           "rollout.max_prompt_tokens": PROMPT,
           "rollout.max_new_tokens": NEW,
-          "loss.micro_batch": 8,
-          "loss.pack": 2,
+          "loss.row_tokens": PROMPT + 2 * NEW,
+          "loss.micro_rows": 4,
           "loss.chunk": 16,
           # Nothing is clipped: the log-probs of the batch are made up.
           "loss.clip_low": 1.0,
@@ -117,16 +117,14 @@ def make_batch(config):
   place = np.arange(length)[None]
   completion = (place >= PROMPT) & (place < end)
   tokens = np.concatenate([prompts, rng.integers(VOCAB, size=(n, NEW))], 1)
-  return learner.Batch(
-      rollout=rollout.Rollout(
-          tokens=tokens.astype(np.int32),
-          valid=(place >= start) & (place < end),
-          completion_mask=completion,
-          log_probs=np.where(completion, -np.log(VOCAB), 0).astype(np.float32),
-          finished=end[:, 0] < length,
-      ),
-      advantages=rng.normal(size=n).astype(np.float32),
+  made = rollout.Rollout(
+      tokens=tokens.astype(np.int32),
+      valid=(place >= start) & (place < end),
+      completion_mask=completion,
+      log_probs=np.where(completion, -np.log(VOCAB), 0).astype(np.float32),
+      finished=end[:, 0] < length,
   )
+  return batches.make_batch(config, made, rng.normal(size=n))[0]
 
 
 class Case:
@@ -151,8 +149,7 @@ class Case:
   def start(self):
     state = program.init_state(self.config, self.params, self.tx, self.mesh)
     batch = make_batch(self.config)
-    where = sharding.batch_shardings(batch, self.mesh)
-    return state, sharding.put(batch, where)
+    return state, batches.put(batch, self.mesh)
 
   def step(self, state):
     return program.jit_update(
@@ -256,7 +253,7 @@ def collectives(optimizer, mesh):
       {
           "optimizer.name": optimizer,
           "optimizer.rank": 3,
-          "loss.micro_batch": 16,
+          "loss.micro_rows": 8,
           "kl.enabled": False,
       }
   )
@@ -309,7 +306,8 @@ def test_gradients_travel_as_sketches(axis):
   n_kernels = 2 * 4 * sum(d_in * d_out for d_in, d_out in kernels)
   total = lambda n_bytes: sum(n_bytes.get(kind, 0) for kind in sums)
   saved = total(dense_bytes) - total(thin_bytes)
-  np.testing.assert_allclose(saved, n_kernels - n_sketches, rtol=0.02)
+  # And flags whether a dense gradient is finite.
+  np.testing.assert_allclose(saved, n_kernels - n_sketches, rtol=0.05)
   if axis == "data":  # Nothing besides but a few scalars.
     assert n_sketches < total(thin_bytes) < n_sketches + 64
 
@@ -347,19 +345,13 @@ def test_a_model_that_the_tensor_axis_cannot_split(name, size):
             {"rollout.prompts": 6, "rollout.responses": 4},
             "config.rollout.prompts=6 ",
         ),
-        ({"loss.micro_batch": 4}, "config.loss.micro_batch=4 "),
+        ({"loss.micro_rows": 4}, "config.loss.micro_rows=4 "),
         ({"kl.probe_responses": 3}, "config.kl.probe_responses=3 "),
-        (
-            {"loss.micro_batch": 8, "loss.pack": 2},
-            "config.loss.micro_batch / config.loss.pack=4 ",
-        ),
     ],
 )
 def test_a_batch_that_devices_cannot_share(changes, message, tmp_path):
   shared = {"mesh.data": 2, "mesh.fsdp": 4, "mesh.tensor": 1}
-  config = make_config(
-      {"loss.pack": 1, "loss.micro_batch": 8} | shared | changes
-  )
+  config = make_config({"loss.micro_rows": 8} | shared | changes)
   with pytest.raises(ValueError, match=f"{message}.* = 8 devices; give"):
     train.train(config, tmp_path)
 

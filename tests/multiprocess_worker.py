@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from experiments import (
+    batches,
     decoder,
-    learner,
     optimizers,
     program,
     sharding,
@@ -39,7 +39,8 @@ def make_config():
           "rollout.temperature": 1.0,
           "rollout.max_prompt_tokens": 16,
           "rollout.max_new_tokens": 2,
-          "loss.micro_batch": 32,
+          "loss.row_tokens": 32,
+          "loss.micro_rows": 4,
           "optimizer.rank": 4,
           "optimizer.learning_rate": 1e-3,
           "kl.budget": 1e-4,
@@ -47,7 +48,7 @@ def make_config():
           "evaluate.every": 2,
           "evaluate.prompts": 16,
           "checkpoint.every": 1,
-          "tensorboard": False,
+          "log.tensorboard": False,
       }
   )
   return c.lock()
@@ -61,16 +62,14 @@ def make_batch(config, n_words):
   new = np.arange(shape[1])[None] >= config.rollout.max_prompt_tokens
   completion = np.broadcast_to(new, shape)
   log_probs = np.where(completion, -np.log(n_words), 0.0)
-  return learner.Batch(
-      rollout=Rollout(
-          tokens=rng.integers(n_words, size=shape).astype(np.int32),
-          valid=np.ones(shape, bool),
-          completion_mask=completion,
-          log_probs=log_probs.astype(np.float32),
-          finished=np.ones(n, bool),
-      ),
-      advantages=rng.normal(size=n).astype(np.float32),
+  made = Rollout(
+      tokens=rng.integers(n_words, size=shape).astype(np.int32),
+      valid=np.ones(shape, bool),
+      completion_mask=completion,
+      log_probs=log_probs.astype(np.float32),
+      finished=np.ones(n, bool),
   )
+  return batches.make_batch(config, made, rng.normal(size=n))[0]
 
 
 def step(folder):
@@ -82,7 +81,7 @@ def step(folder):
   with jax.set_mesh(mesh):
     state = program.init_state(config, loaded.params, tx, mesh)
     batch = make_batch(config, loaded.config.vocab_size)
-    batch = sharding.put(batch, sharding.batch_shardings(batch, mesh))
+    batch = batches.put(batch, mesh)
     update = program.jit_update(model, tx, config, state, mesh)
     before = sharding.fetch(state.params)
     state, metrics = update(state, batch)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import evaluate, small_model, tasks, train
+from experiments import checks, evaluate, small_model, tasks, train
 from experiments.configs import small
 
 
@@ -58,7 +58,7 @@ def test_a_model_that_is_there_is_not_taught_again(tmp_path):
 
 
 def test_the_config_is_one_to_train_with():
-  train.check_config(small.get_config())
+  checks.check_config(small.get_config())
 
 
 @pytest.mark.slow

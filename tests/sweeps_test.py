@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from experiments import metrics, sweeps, train
+from experiments import checks, metrics, sweeps, train
 from experiments.configs import tiny
 
 SWEEPS = ("kl_budget", "momentum", "learning_curves", "long_run")
@@ -52,13 +52,13 @@ def test_bad_values_show_before_anything_runs(tmp_path):
 def test_rows_are_measured_once_by_one_compiled_program(tmp_path):
   # Half of the compilation is that of the budget.
   make = lambda seeds: make_part({"kl.enabled": False}, seeds)
-  before = train._train_step.cache_info()
+  before = train._programs.cache_info()
   sweeps.run((make((0,)),), tmp_path)
   first = metrics.read_rows(tmp_path / sweeps.ROWS)
   # Of two seeds one is there: the other is measured, and comes last.
   sweeps.run((make((0, 1)),), tmp_path)
   rows = metrics.read_rows(tmp_path / sweeps.ROWS)
-  after = train._train_step.cache_info()
+  after = train._programs.cache_info()
   assert (after.misses - before.misses, after.hits - before.hits) == (1, 1)
   assert rows[:1] == first
   assert [(x["part"], x["cell"], x["seed"]) for x in rows] == [
@@ -69,9 +69,8 @@ def test_rows_are_measured_once_by_one_compiled_program(tmp_path):
   names = [x for x in sweeps.CURVES if not x.startswith("kl/")]
   assert list(rows[0]["curves"]) == names
   assert all(len(values) == 2 for values in rows[0]["curves"].values())
-  assert (
-      rows[0]["curves"]["train/entropy"] != rows[1]["curves"]["train/entropy"]
-  )
+  seen = [(x["curves"]["train/reward"], x["evals"]) for x in rows]
+  assert seen[0] != seen[1]
   machine = json.loads((tmp_path / "machine.json").read_text())
   assert machine["command"] and machine["cpus"]
   # Nothing is missing, or nothing is selected: nothing runs.
@@ -91,6 +90,6 @@ def test_all_cells_can_start(name, size):
   for part in parts:
     for cell in part.cells:
       config = sweeps.config_of(part, cell, part.seeds[0])
-      train.check_config(config)
+      checks.check_config(config)
       programs.add((part.name, config.to_json(sort_keys=True)))
   assert len(programs) == len(names)  # No two cells are the same.

@@ -1,5 +1,6 @@
 """Tests of the training program with a real, random, tiny model."""
 
+import dataclasses
 import os
 import pathlib
 import signal
@@ -8,15 +9,18 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from experiments import (
+    batches,
     checkpoints,
+    collect,
+    curriculum,
     export,
     learner,
+    metric_names,
     metrics,
     optimizers,
     pretrained,
@@ -74,7 +78,7 @@ def test_a_run_leaves_a_record_and_checkpoints(finished):
   norms = metrics.column(rows, "eval/weight_norm")[1]
   expected = float(optax.tree.norm(result.state.params))
   np.testing.assert_allclose(norms[-1], expected, rtol=1e-5)
-  assert checkpoints.Checkpoints(workdir / "checkpoints").updates() == [2, 4]
+  assert checkpoints.Checkpoints(workdir / "checkpoints").updates() == [3, 4]
   lengths = metrics.column(rows, "rollout/length")[1]
   assert all(1 <= length <= 2 for length in lengths)  # Tokens.
 
@@ -116,12 +120,6 @@ def test_nothing_to_export_is_an_error(tmp_path):
     export.export(tmp_path, tmp_path / "hf")
 
 
-def _batch(run):
-  examples = run.examples(0)
-  rollout = run.sample(examples, 0)
-  return examples, rollout, run.score(examples, rollout, 0.0)[0]
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
   """The parts of a run that has not begun."""
@@ -132,15 +130,20 @@ def run(tmp_path_factory):
 
 
 def test_micro_batches_and_packing_do_not_change_the_update(run):
-  _, _, batch = _batch(run)
-  assert jnp.any(batch.advantages != 0)  # There is something to learn.
-  found = []
-  for changes in ({}, {"loss.micro_batch": 128, "loss.pack": 1}):
+  collected = run.collector.collect(0, None)
+  assert np.any(collected.advantages != 0)  # There is something to learn.
+  found, counts = [], []
+  for changes in ({}, {"loss.micro_rows": 128, "loss.row_tokens": 18}):
     config = _config(**changes)
+    batch, packed = batches.make_batch(
+        config, collected.rollout, collected.advantages
+    )
+    counts.append(packed.count)
     tx = optimizers.make_optimizer(config)
     step = jax.jit(learner.make_train_step(run.model, tx, config))
     state = learner.init_state(run.state.params, tx)
     found.append(step(state, batch))
+  assert counts[0] > counts[1] == 1
   (one, one_metrics), (other, other_metrics) = found
   for name, value in one_metrics.items():
     np.testing.assert_allclose(
@@ -157,22 +160,116 @@ def test_micro_batches_and_packing_do_not_change_the_update(run):
 
 
 def test_a_probe_without_generated_tokens_is_an_error(run):
-  examples, rollout, _ = _batch(run)
-  empty = rollout.replace(
-      completion_mask=jnp.zeros_like(rollout.completion_mask)
+  rollout = run.collector.collect(0, None).rollout
+  empty = dataclasses.replace(
+      rollout, completion_mask=np.zeros_like(rollout.completion_mask)
   )
   with pytest.raises(ValueError, match=r"no generated token.*probe_responses"):
-    run.score(examples, empty, 0.0)
+    batches.make_batch(run.config, empty, np.zeros(128))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"rollout.top_k": 3, "rollout.temperature": 0.7},
+        {"rollout.top_p": 0.6, "rollout.min_new_tokens": 2},
+    ],
+)
+def test_sampler_and_trainer_have_one_distribution(run, how):
+  """Before any update the trainer's log-probs are those of the sampler."""
+  config = _config(**how, **{"loss.correction": "token", "kl.mismatch": True})
+  collector = collect.Collector(
+      config, run.sampler, run.tokenizer, run.task, run.scorer
+  )
+  rollout, advantages, *_ = collector.collect(0, None)
+  batch, packed = batches.make_batch(config, rollout, advantages)
+  prepare = learner.make_prepare(run.model, config, run.tokenizer.eos_ids)
+  finished = packed.gather(rollout.finished)
+  found, metrics = jax.jit(prepare)(run.state.params, None, batch, finished)
+  mask = batch.tokens.mask
+  sampled = batch.tokens.old_log_probs[mask]
+  np.testing.assert_allclose(
+      np.asarray(found.tokens.old_log_probs)[mask], sampled, atol=2e-5
+  )
+  assert sampled.min() < -0.1  # They say something.
+  np.testing.assert_allclose(
+      found.tokens.weights, batch.tokens.weights, rtol=1e-4
+  )
+  assert abs(found.mismatch) < 1e-5 and metrics["train/off_policy_kl"] < 1e-5
+  if how:  # Without the truncation they would not be.
+    prepare = learner.make_prepare(run.model, _config(**{"loss.epochs": 2}))
+    wrong, _ = jax.jit(prepare)(run.state.params, None, batch, finished)
+    off = np.asarray(wrong.tokens.old_log_probs)[mask] - sampled
+    assert np.abs(off).max() > 0.1
+
+
+def test_a_gap_of_the_sampler_is_corrected_and_off_the_budget(run):
+  config = _config(**{"loss.correction": "token", "loss.correction_cap": 1.5})
+  config = config.unlock()
+  config.kl.mismatch = True
+  rollout, advantages, *_ = run.collector.collect(0, None)
+  true = rollout.log_probs
+  gap = np.where(np.arange(true.shape[1]) % 2, 0.1, -1.0).astype(np.float32)
+  off = dataclasses.replace(rollout, log_probs=true + gap)
+  batch, packed = batches.make_batch(config, off, advantages)
+  finished = np.ones_like(batch.tokens.mask)
+  prepare = jax.jit(learner.make_prepare(run.model, config))
+  found, metrics = prepare(run.state.params, None, batch, finished)
+  mask = batch.tokens.mask
+  gaps = packed.gather(np.broadcast_to(gap, true.shape).copy())[mask]
+  ratio = np.minimum(np.exp(-gaps), 1.5)
+  share = np.asarray(found.tokens.weights)[mask] / batch.tokens.weights[mask]
+  np.testing.assert_allclose(share, ratio, rtol=1e-4)
+  np.testing.assert_allclose(found.mismatch, gaps.mean(), atol=1e-4)
+  assert metrics["train/truncated_weights"] == pytest.approx((gaps < 0).mean())
+
+
+def test_several_steps_on_a_rollout(tmp_path):
+  """Ratios are measured from the policy that sampled, in every step."""
+  config = _config(
+      **{
+          "updates": 2,
+          "loss.minibatches": 2,
+          "loss.epochs": 2,
+          "loss.reference_kl": 0.1,
+          "loss.clip_high": 10.0,
+          "kl.budget": 1e-2,
+          "kl.final_budget": 1e-2,
+          "rollout.curriculum": 30,
+          "rollout.dynamic_tries": 1,
+      }
+  )
+  result = train.train(config, tmp_path)
+  assert result.update == 2 and int(result.state.update) == 8
+  rows = metrics.read_rows(tmp_path / "metrics.jsonl")
+  column = lambda name: metrics.column(rows, name)[1]
+  # Later steps are off the policy; the first is not.
+  assert all(1.01 < ratio < 3 for ratio in column("train/ratio_max"))
+  # So far from the reference: nothing before the first step, more with each.
+  near, far = column("train/reference_kl")
+  assert 0 < near < far < 0.2
+  for row in rows:
+    for name in row:
+      assert name == "update" or metric_names.describe(name), name
+  # A run that is resumed has the curriculum that it had.
+  state = {"curriculum": curriculum.init(30), **vars(result.state)}
+  saved = checkpoints.Checkpoints(tmp_path / "checkpoints")
+  _, restored = saved.restore(state)
+  seen = restored["curriculum"].counts
+  assert (seen > 0).sum() > 10 and seen.max() >= 16
 
 
 def test_a_prompt_that_does_not_fit_is_an_error(tmp_path):
-  with pytest.raises(ValueError, match="tokens, must have 1 to 4"):
+  with pytest.raises(
+      ValueError, match="12 tokens, more than max_prompt_tokens=4"
+  ):
     train.train(_config(**{"rollout.max_prompt_tokens": 4}), tmp_path)
 
 
 def test_probe_rows_are_of_different_prompts():
   config = _config(**{"kl.probe_responses": 10})
-  rows = learner.probe_rows(config)  # 8 prompts of 16 responses.
+  rows = batches.probe_rows(config)  # 8 prompts of 16 responses.
   assert list(rows) == [0, 16, 32, 48, 64, 80, 96, 112, 1, 17]
 
 
@@ -224,11 +321,9 @@ def _kill_while_saving(process, workdir):
 
 
 def _newest(workdir):
-  config = _config(updates=UPDATES)
-  state = learner.init_state(
-      train.load_model(config).params, optimizers.make_optimizer(config)
-  )
-  return checkpoints.Checkpoints(workdir / "checkpoints").restore(state)
+  saved = checkpoints.Checkpoints(workdir / "checkpoints")
+  update = saved.updates()[-1]
+  return update, saved.load(update)
 
 
 def test_a_run_that_was_killed_ends_bit_equal_to_one_that_was_not(tmp_path):

@@ -34,23 +34,62 @@ def get_config() -> ml_collections.ConfigDict:
   c.mesh.tensor = 1
 
   c.task = ml_collections.ConfigDict()
-  c.task.name = "addition"
+  c.task.name = "addition"  # docs/tasks.md has all names.
   c.task.seed = 0
+  c.task.reward = "correctness"  # A weighted sum, 'correctness + 0.1*format'.
+  # Processes that compute rewards, and how long one may take, in seconds. 0
+  # processes: in this one, without a limit.
+  c.task.workers = 0
+  c.task.timeout = 10.0
 
   # One update sees prompts * responses completions.
   c.rollout = ml_collections.ConfigDict()
   c.rollout.prompts = 12
   c.rollout.responses = 8  # To each prompt; a group shares a baseline.
   c.rollout.temperature = 0.7
+  c.rollout.top_k = 0  # 0 means all tokens.
+  c.rollout.top_p = 1.0
   c.rollout.max_prompt_tokens = 44
+  c.rollout.min_new_tokens = 0
   c.rollout.max_new_tokens = 12
+  c.rollout.stop = ()  # Strings that end a response.
+  c.rollout.slots = 0  # Responses decoded at once; 0 means all.
+  c.rollout.cache_dtype = ""  # Of the KV cache: 'int8', or that of activations.
+  # Address of a completion server to sample from (docs/serving.md); '' samples
+  # in this process.
+  c.rollout.server = ""
+  c.rollout.server_model = "policy"  # Its name there.
+  # Whether it loads new weights from workdir/served, as experiments.serve does.
+  c.rollout.server_sync = True
+  # Rounds of new prompts for groups whose rewards are all equal, at most.
+  c.rollout.dynamic_tries = 0
+  # Training examples to choose from by observed pass rate; 0: in order.
+  c.rollout.curriculum = 0
+  # What becomes of responses that reach max_new_tokens: 'keep', 'mask' (no
+  # loss), 'filter' (neither loss nor baseline) or 'penalty'.
+  c.rollout.overlong = "keep"
+  c.rollout.overlong_buffer = 0  # Tokens in which the penalty grows to 1.
 
   c.loss = ml_collections.ConfigDict()
-  c.loss.micro_batch = 48  # Responses; divides prompts * responses.
-  c.loss.pack = 8  # Responses that share their prompt's computation.
+  # 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'rloo' or 'reinforce_pp'.
+  c.loss.name = "dapo"
   c.loss.clip_low = 0.2
   c.loss.clip_high = 0.2
+  # Prompts and responses are packed into rows of this many tokens, ...
+  c.loss.row_tokens = 140  # A prompt and 8 responses, all of them the longest.
+  c.loss.micro_rows = 6  # ... of which so many are computed at once.
   c.loss.chunk = 128  # Tokens whose logits are in memory at once.
+  # Steps on a rollout: its prompts in so many parts, all of them so often.
+  c.loss.minibatches = 1
+  c.loss.epochs = 1
+  # Truncated importance sampling against the gap of sampler and trainer:
+  # 'none', 'token' or 'sequence'.
+  c.loss.correction = "none"
+  c.loss.correction_cap = 2.0
+  # Penalty on the KL to the policy before training, in nats per token; keeps a
+  # second copy of the weights.
+  c.loss.reference_kl = 0.0
+  c.loss.reference_estimator = "k3"  # Or 'k1', 'k2'.
 
   c.optimizer = _optimizer()
 
@@ -64,16 +103,25 @@ def get_config() -> ml_collections.ConfigDict:
   c.kl.alpha_max = 3.0
   c.kl.probe_responses = 4
   c.kl.measure = True  # Also the KL of the step taken, after the merge.
+  c.kl.mismatch = False  # Take the gap of sampler and trainer off the budget.
 
   c.evaluate = ml_collections.ConfigDict()
   c.evaluate.every = 10  # Updates; also before the first and after the last.
   c.evaluate.prompts = 96  # At most, of the held-out ones.
 
   c.checkpoint = ml_collections.ConfigDict()
-  c.checkpoint.every = 5  # Updates.
-  c.checkpoint.keep = 2
+  c.checkpoint.every = 5  # Updates, ...
+  c.checkpoint.minutes = 0.0  # ... or minutes, whichever is first; 0: never.
+  c.checkpoint.keep = 2  # The newest; the best one is kept besides.
 
-  c.tensorboard = True
+  # Where metrics go besides metrics.jsonl (docs/metrics.md).
+  c.log = ml_collections.ConfigDict()
+  c.log.tensorboard = True
+  c.log.wandb = ""  # Name of a project; '' is off.
+  c.log.trackio = ""  # Likewise.
+
+  # Updates in a row that may be skipped for a number that is not finite.
+  c.max_skipped = 5
   return c.lock()
 
 

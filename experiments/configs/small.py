@@ -24,8 +24,10 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout.temperature = 1.0
   c.rollout.max_prompt_tokens = small_model.MAX_PROMPT_TOKENS
   c.rollout.max_new_tokens = small_model.MAX_NEW_TOKENS
-  c.loss.micro_batch = 128
-  c.loss.pack = 8
+  c.loss.row_tokens = small_model.MAX_PROMPT_TOKENS + (
+      8 * small_model.MAX_NEW_TOKENS
+  )
+  c.loss.micro_rows = 16
   # Such that the budget, and not alpha_max, sets the step.
   c.optimizer.learning_rate = 1e-2
   c.kl.budget = c.kl.final_budget = 1e-3
@@ -33,7 +35,7 @@ def get_config() -> ml_collections.ConfigDict:
   c.evaluate.every = 10
   c.evaluate.prompts = 512
   c.checkpoint.every = c.updates
-  c.tensorboard = False
+  c.log.tensorboard = False
   return c.lock()
 
 

@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
   c = small.get_config().unlock()
   c.updates = 1200
   c.rollout.prompts = 4
-  c.loss.micro_batch = 32
+  c.loss.micro_rows = 4
   c.kl.probe_responses = 8
   c.evaluate.every = 200
   c.evaluate.prompts = 64

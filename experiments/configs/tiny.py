@@ -21,12 +21,12 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout.temperature = 1.0
   c.rollout.max_prompt_tokens = 16
   c.rollout.max_new_tokens = 2
-  c.loss.micro_batch = 32
-  c.loss.pack = 4
+  c.loss.row_tokens = 24
+  c.loss.micro_rows = 8
   c.optimizer.rank = 4
   c.optimizer.learning_rate = 1e-3
   c.kl.budget = c.kl.final_budget = 1e-4
   c.evaluate.every = 3
   c.checkpoint.every = 2
-  c.tensorboard = False
+  c.log.tensorboard = False
   return c.lock()

@@ -30,11 +30,10 @@ def smollm2_config() -> ml_collections.ConfigDict:
   """10 updates of the quickstart with half of its responses."""
   config = quickstart.get_config()
   config.rollout.prompts = 6
-  config.loss.micro_batch = 48
   # Such that the budget, and not alpha_max, sets the step.
   config.optimizer.learning_rate = 1e-4
   config.kl.probe_responses = 8
-  config.tensorboard = False
+  config.log.tensorboard = False
   return sweeps.of_length(config, 10, 5)
 
 
