@@ -158,13 +158,9 @@ METRICS: dict[str, Metric] = {
     "memory/host_peak": Metric(
         "GiB", "most that the process held since its start", "metrics.py"
     ),
-    "memory/kv_cache": Metric("GiB", "the rollout's key-value cache", _TRAIN),
     "time/rollout": Metric("s", "sampling, until the tokens are there", _TRAIN),
     "time/reward": Metric("s", "rewards and advantages", _TRAIN),
     "time/update": Metric("s", "gradients, probe and step", _TRAIN),
-    "time/checkpoint": Metric(
-        "s", "that training waited for the last checkpoint", _TRAIN
-    ),
     "time/evaluate": Metric("s", "held-out prompts", _TRAIN),
 }
 

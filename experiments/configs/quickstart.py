@@ -55,7 +55,7 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout.stop = ()  # Strings that end a response.
   c.rollout.slots = 0  # Responses decoded at once; 0 means all.
   c.rollout.cache_dtype = ""  # Of the KV cache: 'int8', or that of activations.
-  # Address of a completion server to sample from (docs/serving.md); '' samples
+  # Address of a completion server to sample from (docs/evaluation.md); '' samples
   # in this process.
   c.rollout.server = ""
   c.rollout.server_model = "policy"  # Its name there.
