@@ -150,7 +150,15 @@ def pack(
   lengths = np.where(keep, mask.sum(axis=1), 0)
   a_row = _responses_in_a_row(n_prompt, n_new, row_tokens)
   n_targets = max_targets(n_prompt, n_new, row_tokens)
-  layout = _layout(prompt_lengths, lengths, group_size, row_tokens, n_targets)
+  layout = min(
+      (
+          _layout(
+              prompt_lengths, lengths, group_size, row_tokens, n_targets, worth
+          )
+          for worth in (1, 0)
+      ),
+      key=len,
+  )
   n_rows = batch // group_size * -(-group_size // a_row)
   if len(layout) > n_rows:  # Many long prompts: one prompt to a row.
     layout = _one_prompt_a_row(lengths, group_size, a_row)
@@ -205,12 +213,13 @@ def _layout(
     group_size: int,
     row_tokens: int,
     row_targets: int,
+    worth: float,
 ) -> list[list[_Segment]]:
   """Which responses go to which row; a function of lengths alone.
 
   Large groups first, each to the fullest row that holds it. One that no row
-  holds is split, if that fills a row with at least as many tokens of responses
-  as the prompt costs again; else it begins a row.
+  holds is split, if that fills a row with `worth` times as many tokens of
+  responses as the prompt costs again; else it begins a row.
   """
   groups = np.arange(len(lengths)).reshape(-1, group_size)
   totals = prompt_lengths + lengths[groups].sum(axis=1)
@@ -239,7 +248,7 @@ def _layout(
         break
       row = max(range(len(rows)), key=lambda row: room[row][0], default=-1)
       some = _fill_up(lengths, pending, own, room[row]) if rows else []
-      if not some or lengths[some].sum() < own:
+      if not some or lengths[some].sum() < worth * own:
         row = len(rows)
         rows.append([])
         room.append([row_tokens, row_targets])

@@ -201,6 +201,22 @@ def test_many_responses_are_packed_with_little_padding():
   assert unpacked > 0.8
 
 
+@pytest.mark.parametrize("length", [6, 15])
+def test_a_small_batch_is_packed_with_little_padding(length):
+  """Groups of 108 or 180 tokens in rows of 192."""
+  rollout = make_rollout([length] * 64, [60] * 8, 72, 24)
+  packed = packing.pack(
+      rollout,
+      np.ones(64, bool),
+      group_size=8,
+      n_new=24,
+      row_tokens=192,
+      micro_rows=1,
+  )
+  assert packed.padding < 0.15
+  assert packed.count <= 8 and packed.rows.target_mask.sum() == 64 * length
+
+
 def test_responses_that_are_not_kept_are_not_computed(rollout):
   keep = np.arange(9) != 4
   packed = pack(rollout, 14, keep=keep)

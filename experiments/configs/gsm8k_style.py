@@ -31,8 +31,9 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout.temperature = 0.8
   c.rollout.max_prompt_tokens = 72
   c.rollout.max_new_tokens = 24
-  c.loss.row_tokens = 264  # A prompt and 8 of the longest responses.
-  c.loss.micro_rows = 2
+  c.loss.row_tokens = 192  # A prompt and 8 responses of 15 tokens.
+  c.loss.micro_rows = 1
+  c.optimizer.learning_rate = 3e-5
   c.kl.budget = c.kl.final_budget = 4e-3
   c.evaluate.prompts = 24
   c.checkpoint.every = 10
