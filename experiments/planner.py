@@ -76,11 +76,10 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Account:
   """What the compiler says; bytes and operations are per device.
 
   Attributes:
-    request: what was asked, every None replaced by what it stood for.
     n_devices: of the target.
     n_params: of the model.
     memory_bytes: memory of a device.
@@ -103,7 +102,6 @@ class Plan:
     versions: of the packages that compiled.
   """
 
-  request: Request
   n_devices: int
   n_params: int
   memory_bytes: int
@@ -122,6 +120,17 @@ class Plan:
   unknown_loops: int
   compile_seconds: float
   versions: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Account):
+  """What the compiler says of a request.
+
+  Attributes:
+    request: what was asked, every None replaced by what it stood for.
+  """
+
+  request: Request
 
 
 def plan(request: Request, dump: str | os.PathLike[str] | None = None) -> Plan:
@@ -152,10 +161,35 @@ def plan(request: Request, dump: str | os.PathLike[str] | None = None) -> Plan:
       token_block=_token_block(request, mesh),
       probe=_probe(request, mesh),
   )
-  config = config_of(request, mesh)
+  found = account(architecture, config_of(request, mesh), target, dump)
+  return Plan(request=request, **vars(found))
+
+
+def account(
+    architecture: DecoderConfig,
+    config: ml_collections.ConfigDict,
+    target: devices.Target,
+    dump: str | os.PathLike[str] | None = None,
+) -> Account:
+  """Compiles the update of a training config.
+
+  Args:
+    architecture: shapes of the model.
+    config: a config like `configs/quickstart.py`.
+    target: devices, as many as `config.mesh` has.
+    dump: as for `plan`.
+
+  Returns:
+    The compiler's account, also where it ran out of the device's memory.
+
+  Raises:
+    ValueError: a mesh that does not multiply to the devices, or cannot split
+      the model or the batch.
+    ImportError: the target's library is missing; names the extra.
+  """
+  mesh = sharding.make_mesh(config.mesh, target.devices())
   state, batch = program.abstract_arguments(architecture, config, mesh)
   common = {
-      "request": request,
       "n_devices": mesh.size,
       "n_params": models.n_params(architecture),
       "memory_bytes": target.memory_bytes,
@@ -179,7 +213,7 @@ def plan(request: Request, dump: str | os.PathLike[str] | None = None) -> Plan:
     try:
       compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-      return _refused(common, error, time.monotonic() - started)
+      return _refused(common, target, error, time.monotonic() - started)
     seconds = time.monotonic() - started
     return _measured(common, compiled, _text(folder), seconds)
 
@@ -200,11 +234,11 @@ def _measured(
     compiled: jax.stages.Compiled,
     text: str,
     seconds: float,
-) -> Plan:
-  """The plan of a program that was compiled."""
+) -> Account:
+  """The account of a program that was compiled."""
   sizes: dict[str, Any] = program.sizes(compiled)
   cost = hlo.cost(text)
-  return Plan(
+  return Account(
       **common,
       **sizes,
       fits=sizes["peak_bytes"] <= common["memory_bytes"],
@@ -217,15 +251,17 @@ def _measured(
 
 
 def _refused(
-    common: Mapping[str, Any], error: jax.errors.JaxRuntimeError, seconds: float
-) -> Plan:
-  """The plan of a program that the compiler has no room for."""
+    common: Mapping[str, Any],
+    target: devices.Target,
+    error: jax.errors.JaxRuntimeError,
+    seconds: float,
+) -> Account:
+  """The account of a program that the compiler has no room for."""
   if not str(error).startswith("RESOURCE_EXHAUSTED"):
-    target = common["request"].target
     raise ValueError(
-        f"the compiler of target={target!r} failed: {_first_line(error)}"
+        f"the compiler of target={target.name!r} failed: {_first_line(error)}"
     ) from error
-  return Plan(
+  return Account(
       **common,
       argument_bytes=sum(common["arguments"].values()),
       output_bytes=0,

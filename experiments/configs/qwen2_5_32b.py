@@ -1,8 +1,8 @@
 r"""RL-trains Qwen2.5-32B on problems with answers, on eight devices.
 
-In place of the paper's 27B. LoGRA as published but for storage: bfloat16 weights
-that are merged by stochastic rounding, and a KV cache in int8, so that eight
-devices of 31 GiB are enough. The batch is that of qwen2_5_math_1_5b.py.
+In place of the paper's 27B. LoGRA as published but for storage: bfloat16
+weights that are merged by stochastic rounding, and a KV cache in int8, so that
+eight devices of 31 GiB are enough. The batch is that of qwen2_5_math_1_5b.py.
 
 Command: python -m experiments.train \
     --config=experiments/configs/qwen2_5_32b.py --workdir=DIR

@@ -3,9 +3,9 @@ r"""RL-trains Qwen2.5-Math-1.5B on problems with answers, on four devices.
 LoGRA as published: rank 256 of a basis drawn anew for each update, RowAdam that
 keeps norms, steps of 6e-5 of the weights' norm before a KL budget that falls
 from 2e-4 to 2e-5 nats per token in 300 updates, float32 weights with bfloat16
-products. Embeddings, norms, biases and head are frozen. The batch is our choice:
-64 prompts with 8 responses each; prompt and response have up to 4,096 tokens
-together, the model's context.
+products. Embeddings, norms, biases and head are frozen. The batch is our
+choice: 64 prompts with 8 responses each; prompt and response have up to 4,096
+tokens together, the model's context.
 
 Command: python -m experiments.train \
     --config=experiments/configs/qwen2_5_math_1_5b.py --workdir=DIR

@@ -1,0 +1,193 @@
+"""Does a training config fit? Compiles its update for devices not at hand.
+
+  python -m experiments.config_memory \
+    --config=experiments/configs/qwen2_5_7b.py --model=qwen2.5-7b \
+    --target=v5p:2x2x1 --out=docs/results/configs/qwen2_5_7b-v5p-2x2x1.json
+
+The planner (`experiments.memory`) chooses sizes and a mesh by itself; this
+takes them as a config has them. Beside the update stands what sampling keeps:
+weights, optimizer state, and keys and values. The two do not overlap: these are
+gone before the update. What sampling needs in between is not compiled.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+from typing import Any
+
+from absl import app, flags
+import jax
+from jax.sharding import Mesh, NamedSharding
+import ml_collections
+from ml_collections import config_flags
+
+from experiments import (
+    checks,
+    devices,
+    models,
+    planner,
+    program,
+    rollout,
+    sharding,
+)
+from experiments.decoder import DecoderConfig
+
+_GIB = 2**30
+
+
+def cache_bytes(
+    architecture: DecoderConfig,
+    config: ml_collections.ConfigDict,
+    mesh: Mesh,
+    *,
+    evaluation: bool = False,
+) -> int:
+  """Bytes on one device of the keys and values that sampling keeps.
+
+  Args:
+    architecture: of the model, as the config runs it.
+    config: a config like `configs/quickstart.py`.
+    mesh: of `sharding.make_mesh`.
+    evaluation: of an evaluation in place of a rollout: a response to each of
+      `evaluate.prompts`, all decoded at once, in the dtype of activations.
+  """
+  c = config.rollout
+  how: dict[str, Any] = {
+      "prompts": c.prompts,
+      "group_size": c.responses,
+      "slots": c.slots,
+      "cache_dtype": c.cache_dtype or None,
+  }
+  if evaluation:
+    how = {"prompts": config.evaluate.prompts, "group_size": 1}
+  total = rollout.memory_bytes(
+      architecture,
+      prompt_tokens=c.max_prompt_tokens,
+      max_new_tokens=c.max_new_tokens,
+      **how,
+  )
+  slots = how.get("slots") or how["prompts"] * how["group_size"]
+  whole = (slots, architecture.n_kv_heads)
+  spec = sharding.spec(("batch", "heads"), whole, mesh)
+  part = NamedSharding(mesh, spec).shard_shape(whole)
+  return total * math.prod(part) // math.prod(whole)
+
+
+def measure(
+    config: ml_collections.ConfigDict, model: str, target: str
+) -> dict[str, Any]:
+  """What a run of a config needs on each device.
+
+  Args:
+    config: a config like `configs/quickstart.py`; `config.model` is not read.
+    model: of `models.architecture`.
+    target: of `devices.parse`, as many devices as `config.mesh` has.
+
+  Returns:
+    The fields of `planner.Account`; bytes of the `rollout_cache`, of the
+    `evaluation_cache`, and of `sampling` (weights, optimizer state and the
+    larger cache); `fits`, both the update and sampling; and `gib`, figures for
+    `line`.
+
+  Raises:
+    ValueError: settings that no run could start with; a mesh of another size
+      than the target, or that cannot split the model or the batch.
+    ImportError: the target's library is missing; names the extra.
+  """
+  checks.check_config(config)
+  found = devices.parse(target)
+  mesh = sharding.make_mesh(config.mesh, found.devices())
+  for name in ("rollout.prompts", "kl.probe_responses"):
+    group, field = name.split(".")
+    sharding.check_batch(f"config.{name}", config[group][field], mesh)
+  architecture = program.configure(models.architecture(model), config)
+  caches = {
+      name: cache_bytes(architecture, config, mesh, evaluation=evaluation)
+      for name, evaluation in (("rollout", False), ("evaluation", True))
+  }
+  account = planner.account(architecture, config, found)
+  kept = account.arguments["weights"] + account.arguments["optimizer"]
+  sampling = kept + max(caches.values())
+  sizes = {
+      "update": account.peak_bytes,
+      "temporaries": account.temporary_bytes,
+      "sampling": sampling,
+      "cache": caches["rollout"],
+      "evaluation": caches["evaluation"],
+      "device": account.memory_bytes,
+  }
+  return dataclasses.asdict(account) | {
+      "rollout_cache_bytes": caches["rollout"],
+      "evaluation_cache_bytes": caches["evaluation"],
+      "sampling_bytes": sampling,
+      "fits": account.fits and sampling <= account.memory_bytes,
+      "gib": {
+          name: None if size is None else round(size / _GIB, 2)
+          for name, size in sizes.items()
+      },
+  }
+
+
+# Above `line`; the names of `gib`.
+HEAD = "  devices      update  temporaries  sampling  cache  evaluation  device"
+
+
+def line(found: Mapping[str, Any]) -> str:
+  """The figures as a line of a config's docstring, GiB per device.
+
+  Args:
+    found: of `measure`, with its `target`.
+  """
+  cells = [f"  {found['target']:<11}"]
+  for name, value in found["gib"].items():
+    text = "?" if value is None else f"{value:.2f}"
+    cells.append(text.rjust(len(name)))
+  return "  ".join(cells)
+
+
+def run(
+    config: ml_collections.ConfigDict,
+    model: str,
+    target: str,
+    out: str | None = None,
+) -> None:
+  """Measures, prints, and writes JSON; arguments and errors of `measure`."""
+  found = {
+      "command": " ".join(
+          [
+              "python -m experiments.config_memory",
+              *(repr(a) if " " in a else a for a in sys.argv[1:]),
+          ]
+      ),
+      "model": model,
+      "target": target,
+      **measure(config, model, target),
+  }
+  print(f"{HEAD}\n{line(found)}")
+  print("fits" if found["fits"] else f"does not fit {found['refusal']}")
+  if out is not None:
+    pathlib.Path(out).parent.mkdir(parents=True, exist_ok=True)
+    pathlib.Path(out).write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  # Accelerators of this machine have no part in this.
+  jax.config.update("jax_platforms", "cpu")
+  values = flags.FLAGS
+  try:
+    run(_CONFIG.value, values.model, values.target, values.out)
+  except (ValueError, ImportError, OSError) as error:
+    sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+  _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file.")
+  flags.DEFINE_string("model", None, "A name of experiments/models.py.")
+  flags.DEFINE_string("target", None, "Like h100:4 or v5p:2x2x1.")
+  flags.DEFINE_string("out", None, "JSON file to write.")
+  flags.mark_flags_as_required(["config", "model", "target"])
+  app.run(main)
