@@ -5,9 +5,9 @@
     --target=v5p:2x2x1 --out=docs/results/configs/qwen2_5_7b-v5p-2x2x1.json
 
 The planner (`experiments.memory`) chooses sizes and a mesh by itself; this
-takes them as a config has them. Beside the update stands what sampling keeps:
-weights, optimizer state, and keys and values. The two do not overlap: these are
-gone before the update. What sampling needs in between is not compiled.
+takes them as a config has them. Beside the update stands sampling: a block of
+decoding steps, compiled too, and the keys and values that it keeps. The two do
+not overlap: these are gone before the update. Reading prompts is not compiled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +20,24 @@ from typing import Any
 
 from absl import app, flags
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 import ml_collections
 from ml_collections import config_flags
 
 from experiments import (
     checks,
+    decoding,
     devices,
+    kv_cache,
     models,
     planner,
     program,
     rollout,
+    sampling,
     sharding,
 )
-from experiments.decoder import DecoderConfig
+from experiments.decoder import Decoder, DecoderConfig
 
 _GIB = 2**30
 
@@ -70,10 +74,87 @@ def cache_bytes(
       **how,
   )
   slots = how.get("slots") or how["prompts"] * how["group_size"]
+  return _part(total, slots, architecture, mesh)
+
+
+def _part(
+    total: int, slots: int, architecture: DecoderConfig, mesh: Mesh
+) -> int:
+  """What one device has of a cache of so many slots."""
   whole = (slots, architecture.n_kv_heads)
   spec = sharding.spec(("batch", "heads"), whole, mesh)
   part = NamedSharding(mesh, spec).shard_shape(whole)
   return total * math.prod(part) // math.prod(whole)
+
+
+def _slots(config: ml_collections.ConfigDict) -> int:
+  """Responses decoded at once."""
+  c = config.rollout
+  return c.slots or c.prompts * c.responses
+
+
+def _sampling_bytes(
+    architecture: DecoderConfig,
+    config: ml_collections.ConfigDict,
+    mesh: Mesh,
+    options: Mapping[str, Any],
+) -> int | None:
+  """Peak on one device while a rollout is sampled, less the optimizer's state.
+
+  The peak of decoding with all slots, and what `rollout.memory_bytes` has
+  beside their cache. None where the compiler ran out of memory without a word
+  of how much.
+  """
+  c, dtype = config.rollout, config.rollout.cache_dtype or None
+  length = c.max_prompt_tokens + decoding.circle(c.max_new_tokens)
+  n = _slots(config)
+  of_slots = kv_cache.cache_bytes(architecture, n, length, dtype)
+  beside = cache_bytes(architecture, config, mesh)
+  beside -= _part(of_slots, n, architecture, mesh)
+  lowered = _lower_decode(architecture, config, mesh)
+  try:
+    compiled = lowered.compile(compiler_options=dict(options))
+  except jax.errors.JaxRuntimeError as error:
+    if not str(error).startswith("RESOURCE_EXHAUSTED"):
+      raise
+    needed = planner.needed_bytes(str(error))
+    return None if needed is None else needed + beside
+  return program.sizes(compiled)["peak_bytes"] + beside
+
+
+def _lower_decode(
+    architecture: DecoderConfig, config: ml_collections.ConfigDict, mesh: Mesh
+) -> jax.stages.Lowered:
+  """A block of decoding from empty slots, ready to compile."""
+  c, n = config.rollout, _slots(config)
+  state, _ = program.abstract_arguments(architecture, config, mesh)
+  how = dataclasses.replace(sampling.of_config(c), temperature=1.0, stop=())
+
+  def block(params, valid, alive):
+    slots = decoding.empty(
+        architecture,
+        n,
+        c.max_prompt_tokens,
+        c.max_new_tokens,
+        c.cache_dtype or config.dtype,
+    )
+    return decoding.decode(
+        Decoder(architecture),
+        decoding.Options(how, (0,)),
+        decoding.Sampler(params, jax.random.key(0), jnp.float32(1.0), None),
+        slots.replace(prompt_valid=valid, alive=alive),
+        jnp.int32(0),
+        jnp.int32(0),
+    )
+
+  masks = [
+      jax.ShapeDtypeStruct(shape, bool, sharding=sharding.replicated(mesh))
+      for shape in ((n, c.max_prompt_tokens), (n,))
+  ]
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    traced = jax.jit(block).trace(state.params, *masks)
+  found = mesh.devices.reshape(-1)
+  return traced.lower(lowering_platforms=devices.lowering_platforms(found))
 
 
 def measure(
@@ -87,10 +168,9 @@ def measure(
     target: of `devices.parse`, as many devices as `config.mesh` has.
 
   Returns:
-    The fields of `planner.Account`; bytes of the `rollout_cache`, of the
-    `evaluation_cache`, and of `sampling` (weights, optimizer state and the
-    larger cache); `fits`, both the update and sampling; and `gib`, figures for
-    `line`.
+    The fields of `planner.Account`, of the update; the peak of `sampling`; of
+    that the `rollout_cache`; the `evaluation_cache`, in bytes; `fits`, both the
+    update and sampling; and `gib`, figures for `line`.
 
   Raises:
     ValueError: settings that no run could start with; a mesh of another size
@@ -104,26 +184,29 @@ def measure(
     group, field = name.split(".")
     sharding.check_batch(f"config.{name}", config[group][field], mesh)
   architecture = program.configure(models.architecture(model), config)
-  caches = {
-      name: cache_bytes(architecture, config, mesh, evaluation=evaluation)
-      for name, evaluation in (("rollout", False), ("evaluation", True))
-  }
+  caches = [
+      cache_bytes(architecture, config, mesh, evaluation=evaluation)
+      for evaluation in (False, True)
+  ]
+  decode = _sampling_bytes(architecture, config, mesh, found.compiler_options)
   account = planner.account(architecture, config, found)
-  kept = account.arguments["weights"] + account.arguments["optimizer"]
-  sampling = kept + max(caches.values())
+  optimizer = account.arguments["optimizer"]
+  peak = None if decode is None else decode + optimizer
   sizes = {
       "update": account.peak_bytes,
       "temporaries": account.temporary_bytes,
-      "sampling": sampling,
-      "cache": caches["rollout"],
-      "evaluation": caches["evaluation"],
+      "sampling": peak,
+      "cache": caches[0],
+      "evaluation": caches[1],
       "device": account.memory_bytes,
   }
   return dataclasses.asdict(account) | {
-      "rollout_cache_bytes": caches["rollout"],
-      "evaluation_cache_bytes": caches["evaluation"],
-      "sampling_bytes": sampling,
-      "fits": account.fits and sampling <= account.memory_bytes,
+      "sampling_bytes": peak,
+      "rollout_cache_bytes": caches[0],
+      "evaluation_cache_bytes": caches[1],
+      "fits": (
+          account.fits and peak is not None and peak <= account.memory_bytes
+      ),
       "gib": {
           name: None if size is None else round(size / _GIB, 2)
           for name, size in sizes.items()
