@@ -319,7 +319,7 @@ class Layer(nn.Module):
     if cache is not None:
       cache = kv_cache.write(cache, layer, where.index, k, v)
     if cache is not None and mask.shape[2] > 1:
-      k, v = kv_cache.read(cache, layer, mask.shape[-1], k.dtype)
+      k, v = kv_cache.read_tokens(cache, layer, mask.shape[-1], k.dtype)
 
     def rest(module, x, q, mask):
       if cache is not None and mask.shape[1] == 1:

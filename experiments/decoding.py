@@ -25,8 +25,9 @@ from experiments.sharding import constrain
 
 # Steps of a block, after which the host looks what has ended.
 STEPS = 64
-# Slots are not halved below this: compiling a program costs more.
-LEAST = 8
+# Slots are halved so often at most, and not to fewer than this: another
+# compiled program would cost more.
+HALVINGS, LEAST = 3, 8
 
 
 class Options(NamedTuple):
@@ -95,6 +96,11 @@ class Pool:
   hidden: jax.Array
 
 
+def least_slots(slots: int) -> int:
+  """The fewest slots that `slots` are halved to."""
+  return max(LEAST, slots >> HALVINGS)
+
+
 def circle(max_new_tokens: int) -> int:
   """Tokens of a response that are read again, R: all but the last."""
   return max(max_new_tokens - 1, 1)
@@ -104,7 +110,7 @@ def _split(cache):
   """The cache, split over responses and heads."""
 
   def one(x):
-    names = (None, "batch", None, "heads", None)[: x.ndim]
+    names = (None, "batch", "heads", None, None)[: x.ndim]
     return constrain(x, *names)
 
   return jax.tree.map(one, cache)
@@ -187,7 +193,7 @@ def begin(
     # One layer after the other: a copy of all prompts is never in memory.
     def one(to, prompts):
       start = (layer,) + (0,) * (to.ndim - 1)
-      sizes = (1, to.shape[1], prompts.shape[2], *to.shape[3:])
+      sizes = (1, to.shape[1], *prompts.shape[2:])
       old = lax.dynamic_slice(to, start, sizes)[0]
       new = lax.dynamic_index_in_dim(prompts, layer, keepdims=False)
       new = put(jnp.take(new, source, axis=0), old)
@@ -239,7 +245,7 @@ def decode(
     `finished` `[S]`; `steps` scalar, how many of K were done.
   """
   prompt = slots.prompt_valid.shape[1]
-  size = slots.cache.k.shape[2] - prompt
+  size = slots.cache.length - prompt
   n_steps = min(STEPS, size)
   lengths = jnp.sum(slots.prompt_valid, axis=1, dtype=jnp.int32)
 
@@ -305,7 +311,7 @@ def _sample(model, options, sampler, slots, hidden, acting):
       temperature=sampler.temperature,
   )
   if sampling.greedy:
-    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    tokens = sampling_lib.likeliest(logits)
     log_probs = jnp.zeros(tokens.shape, jnp.float32)
   else:
     keys = sampling_lib.row_keys(sampler.key, slots.rows, slots.steps)

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 MASKED = -1e30
 # A token's attention reads the cache in at most so many parts, of at least so
 # many slots.
-_PARTS, _LEAST = 8, 128
+_PARTS, _LEAST = 8, 64
 
 
 class Place(NamedTuple):
@@ -36,12 +36,12 @@ class Place(NamedTuple):
 
 @struct.dataclass
 class Cache:
-  """Keys and values of all layers.
+  """Keys and values of all layers, as the products of one query want them.
 
   Attributes:
-    k: `[L, B, M, K, H]` keys, after the rotation by position.
-    v: `[L, B, M, K, H]` values.
-    k_scale: None, or of int8 keys `[L, B, M, K]` float32: what a unit is worth.
+    k: `[L, B, K, H, M]` keys, after the rotation by position.
+    v: `[L, B, K, M, H]` values.
+    k_scale: None, or of int8 keys `[L, B, K, M]` float32: what a unit is worth.
     v_scale: the same of values.
   """
 
@@ -50,9 +50,14 @@ class Cache:
   k_scale: jax.Array | None = None
   v_scale: jax.Array | None = None
 
+  @property
+  def length(self) -> int:
+    """Slots of a sequence, M."""
+    return self.v.shape[3]
+
 
 def _shape(config, batch, length):
-  return (config.n_layers, batch, length, config.n_kv_heads, config.head_dim)
+  return (config.n_layers, batch, config.n_kv_heads, length, config.head_dim)
 
 
 def _check_dtype(dtype):
@@ -95,11 +100,12 @@ def init_cache(
     )
   dtype = _check_dtype(config.dtype if dtype is None else dtype)
   shape = _shape(config, batch, length)
-  zeros = lambda: jnp.zeros(shape, dtype)
+  k = jnp.zeros((*shape[:-2], shape[-1], shape[-2]), dtype)
+  v = jnp.zeros(shape, dtype)
   if dtype != jnp.int8:
-    return Cache(zeros(), zeros())
+    return Cache(k, v)
   scale = lambda: jnp.zeros(shape[:-1], jnp.float32)
-  return Cache(zeros(), zeros(), scale(), scale())
+  return Cache(k, v, scale(), scale())
 
 
 def cache_bytes(
@@ -125,18 +131,20 @@ def write(
     v: `[B, S, K, H]`.
   """
 
-  def put(old, new):
-    start = (layer, 0, index) + (0,) * (old.ndim - 3)
+  def put(old, new, axis):
+    start = [layer, *(0,) * (old.ndim - 1)]
+    start[axis] = index
     return jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), start)
 
+  k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
   if cache.k_scale is None:
-    return Cache(put(cache.k, k), put(cache.v, v))
-  (k, k_scale), (v, v_scale) = quantise(k), quantise(v)
+    return Cache(put(cache.k, k, 4), put(cache.v, v, 3))
+  (k, k_scale), (v, v_scale) = quantise(k, axis=2), quantise(v, axis=3)
   return Cache(
-      put(cache.k, k),
-      put(cache.v, v),
-      put(cache.k_scale, k_scale),
-      put(cache.v_scale, v_scale),
+      put(cache.k, k, 4),
+      put(cache.v, v, 3),
+      put(cache.k_scale, k_scale, 3),
+      put(cache.v_scale, v_scale, 3),
   )
 
 
@@ -147,20 +155,34 @@ def read(
     dtype: DTypeLike,
     start: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-  """A layer's keys and values `[B, length, K, H]` from slot `start` on."""
+  """A layer's keys `[B, K, H, length]` and values `[B, K, length, H]`.
 
-  def get(stacked):
-    sizes = (1, stacked.shape[1], length, *stacked.shape[3:])
-    place = (layer, 0, start) + (0,) * (stacked.ndim - 3)
+  Args:
+    cache: the cache of all layers.
+    layer: int32 scalar.
+    length: number of slots.
+    dtype: of the result.
+    start: int32 scalar, the first slot.
+  """
+
+  def get(stacked, axis):
+    sizes, place = [1, *stacked.shape[1:]], [layer, *(0,) * (stacked.ndim - 1)]
+    sizes[axis], place[axis] = length, start
     return jax.lax.dynamic_slice(stacked, place, sizes)[0]
 
-  def floats(stacked, scale):
-    if scale is None:
-      return get(stacked).astype(dtype)
-    wide = get(stacked).astype(jnp.float32) * get(scale)[..., None]
-    return wide.astype(dtype)
+  k, v = get(cache.k, 4), get(cache.v, 3)
+  if cache.k_scale is not None:
+    k = k.astype(jnp.float32) * get(cache.k_scale, 3)[:, :, None]
+    v = v.astype(jnp.float32) * get(cache.v_scale, 3)[..., None]
+  return k.astype(dtype), v.astype(dtype)
 
-  return floats(cache.k, cache.k_scale), floats(cache.v, cache.v_scale)
+
+def read_tokens(
+    cache: Cache, layer: jax.Array, length: int, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+  """A layer's first `length` keys and values, `[B, length, K, H]` each."""
+  k, v = read(cache, layer, length, dtype)
+  return k.transpose(0, 3, 1, 2), v.transpose(0, 2, 1, 3)
 
 
 def place(index: jax.Array | int, mask: jax.Array) -> Place:
@@ -194,25 +216,25 @@ def attend(
     `[B, 1, heads * H]` in the dtype of q.
   """
   batch, _, heads, size = q.shape
-  kv_heads, length = cache.k.shape[3], mask.shape[-1]
+  kv_heads, length = cache.v.shape[2], mask.shape[-1]
   grouped = q.reshape(batch, kv_heads, heads // kv_heads, size)
   n_parts = min(max(length // _LEAST, 1), _PARTS)
   width = -(-length // n_parts)
 
   def scores(i):
-    """Scores `[B, K, G, width]` and values `[B, width, K, H]` of a part."""
+    """Scores `[B, K, G, width]` and values `[B, K, width, H]` of a part."""
     # The last part may reach back into the one before it.
     start = jnp.minimum(i * width, length - width)
     k, v = read(cache, layer, width, q.dtype, start)
     part = jax.lax.dynamic_slice_in_dim(mask[:, 0], start, width, axis=1)
     part &= start + jnp.arange(width) >= i * width
     product = jnp.einsum(
-        "bkgh,bmkh->bkgm", grouped, k, preferred_element_type=jnp.float32
+        "bkgh,bkhm->bkgm", grouped, k, preferred_element_type=jnp.float32
     )
     return jnp.where(part[:, None, None], product * size**-0.5, MASKED), v
 
   def weigh(weights, v):
-    return jnp.einsum("bkgm,bmkh->bkgh", weights.astype(v.dtype), v)
+    return jnp.einsum("bkgm,bkmh->bkgh", weights.astype(v.dtype), v)
 
   if n_parts == 1:
     product, v = scores(0)
@@ -239,17 +261,19 @@ def attend(
   return out.reshape(batch, 1, heads * size)
 
 
-def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Rounds to int8, symmetrically.
+def quantise(x: jax.Array, axis: int = -1) -> tuple[jax.Array, jax.Array]:
+  """Rounds to int8, symmetrically, with one unit for all along an axis.
 
   Args:
-    x: `[..., H]`.
+    x: an array, for example `[..., H]`.
+    axis: what shares a unit.
 
   Returns:
-    `[..., H]` int8 from -127 to 127, and `[...]` float32 what a unit is worth:
-    the largest magnitude / 127. Their product is off by at most half a unit.
+    int8 from -127 to 127 in the shape of x, and float32 without the axis what a
+    unit is worth: the largest magnitude / 127. Their product is off by at most
+    half a unit.
   """
   x = x.astype(jnp.float32)
-  scale = jnp.max(jnp.abs(x), axis=-1) / 127
-  units = x / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)[..., None]
-  return jnp.round(units).astype(jnp.int8), scale
+  scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) / 127
+  units = x / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
+  return jnp.round(units).astype(jnp.int8), jnp.squeeze(scale, axis)

@@ -212,7 +212,7 @@ def memory_bytes(
   slots = min(slots or prompts * group_size, prompts * group_size)
   of = functools.partial(kv_cache.cache_bytes, config, dtype=cache_dtype)
   whole = of(slots, prompt_tokens + decoding.circle(max_new_tokens))
-  halves = slots // 2 if slots // 2 >= decoding.LEAST else 0
+  halves = slots // 2 if slots // 2 >= decoding.least_slots(slots) else 0
   moved = of(halves, prompt_tokens + decoding.circle(max_new_tokens))
   return whole + max(of(_chunk(slots, group_size), prompt_tokens), moved)
 
@@ -233,6 +233,7 @@ class _Schedule:
 
   def __init__(self, total: int, slots: int, max_new_tokens: int):
     self.total, self.waiting = total, 0
+    self._least = decoding.least_slots(slots)
     self.rows = np.zeros(slots, np.int32)
     self.alive = np.zeros(slots, bool)
     shape = (total, max_new_tokens)
@@ -269,7 +270,7 @@ class _Schedule:
     half = len(self.rows) // 2
     if (
         self.waiting < self.total
-        or half < decoding.LEAST
+        or half < self._least
         or self.alive.sum() > half
     ):
       return None
@@ -284,7 +285,7 @@ class _Schedule:
       # To begin in each free slot at once would cost a pause each.
       return slots - max(slots // 8, 1)
     half = slots // 2
-    return half if half >= decoding.LEAST and self.alive.sum() > half else 0
+    return half if half >= self._least and self.alive.sum() > half else 0
 
   def rollout(
       self,

@@ -54,14 +54,16 @@ def test_what_is_written_is_read(dtype):
   k, v = rng.normal(size=(2, 5, 3, 2, 8)).astype(np.float32)
   cache = kv_cache.init_cache(CONFIG, 5, 7, dtype)
   cache = kv_cache.write(cache, 1, 2, k, v)
-  read = kv_cache.read(cache, 1, 6, "float32")
+  read = kv_cache.read_tokens(cache, 1, 6, "float32")
   for found, new in zip(read, (k, v), strict=True):
     assert found.shape == (5, 6, 2, 8) and found.dtype == jnp.float32
     atol = 0 if dtype == "float32" else np.abs(new).max() / 250
     np.testing.assert_allclose(found[:, 2:5], new, atol=atol)
     assert not np.any(found[:, :2]) and not np.any(found[:, 5:])
   for other in (0, 2):
-    assert not any(map(np.any, kv_cache.read(cache, other, 7, "float32")))
+    assert not any(
+        map(np.any, kv_cache.read_tokens(cache, other, 7, "float32"))
+    )
 
 
 def softmax(x):
