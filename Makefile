@@ -6,6 +6,8 @@ VENV ?= .venv
 CACHE ?= .cache
 WORKDIR ?= runs/quickstart
 ARGS ?=
+# Most of the time of the tests is compilation: code that is not optimised will do.
+TEST_XLA_FLAGS ?= --xla_backend_optimization_level=0
 MODEL := $(CACHE)/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf
 BIN := $(VENV)/bin
 
@@ -26,7 +28,7 @@ quickstart: $(VENV)/.train $(MODEL)
 
 test: $(VENV)/.dev $(MODEL)
 	@echo "== running the tests"
-	@LOGRA_MODEL=$(MODEL) $(BIN)/python -m pytest -n auto --maxprocesses 4 \
+	@LOGRA_MODEL=$(MODEL) XLA_FLAGS="$(TEST_XLA_FLAGS)" $(BIN)/python -m pytest -n auto --maxprocesses 4 \
 	  --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.dev

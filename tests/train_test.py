@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -20,10 +21,12 @@ from experiments import (
     curriculum,
     export,
     learner,
+    losses,
     metric_names,
     metrics,
     optimizers,
     pretrained,
+    serve,
     train,
 )
 from experiments.configs import tiny
@@ -271,6 +274,54 @@ def test_probe_rows_are_of_different_prompts():
   config = _config(**{"kl.probe_responses": 10})
   rows = batches.probe_rows(config)  # 8 prompts of 16 responses.
   assert list(rows) == [0, 16, 32, 48, 64, 80, 96, 112, 1, 17]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(losses.LOSSES))
+def test_every_loss_trains(name, tmp_path):
+  config = _config(
+      **{
+          "updates": 3,
+          "loss.name": name,
+          "loss.minibatches": 2,
+          "loss.correction": "sequence",
+          "kl.mismatch": True,
+          "rollout.overlong": "penalty",
+          "rollout.overlong_buffer": 1,
+      }
+  )
+  result = train.train(config, tmp_path)
+  rows = metrics.read_rows(tmp_path / "metrics.jsonl")
+  column = lambda name: np.array(metrics.column(rows, name)[1])
+  assert np.isfinite(column("train/loss")).all()
+  assert not column("train/skipped").any() and result.update == 3
+  # A penalty on length is a signal in every group.
+  assert (column("kl/predicted") > 0).all()
+  np.testing.assert_allclose(column("kl/realised"), column("kl/predicted"), 0.4)
+
+
+@pytest.mark.slow
+def test_a_run_that_samples_from_a_server_is_the_run_that_does_not(tmp_path):
+  """The server loads each update's weights; log-probs come back with tokens."""
+  config = _config(**{"updates": 2, "loss.correction": "token"})
+  engine = serve.Engine(train.load_model(config), "policy")
+  with serve.Server(engine) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    own = _config(
+        **{
+            "updates": 2,
+            "loss.correction": "token",
+            "rollout.server": server.url,
+        }
+    )
+    result = train.train(own, tmp_path)
+    server.shutdown()
+  assert result.update == 2
+  rows = metrics.read_rows(tmp_path / "metrics.jsonl")
+  gaps = metrics.column(rows, "train/off_policy_gap_max")[1]
+  # Of the weights of the update before they would be 1e-2 apart.
+  assert len(gaps) == 2 and max(gaps) < 1e-4
+  assert engine.version == 2
 
 
 UPDATES, EVERY = 60, 10
