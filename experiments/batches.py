@@ -65,13 +65,19 @@ def make_batch(
   lengths = mask.sum(axis=1)
   if keep is None:
     keep = np.ones(len(lengths), bool)
-  packed = packing.pack(
-      rollout,
-      keep,
-      group_size=config.rollout.responses,
-      n_new=config.rollout.max_new_tokens,
-      row_tokens=c.row_tokens,
-      micro_rows=c.micro_rows,
+  packed = min(
+      (
+          packing.pack(
+              rollout,
+              keep,
+              group_size=config.rollout.responses,
+              n_new=config.rollout.max_new_tokens,
+              row_tokens=row_tokens,
+              micro_rows=c.micro_rows,
+          )
+          for row_tokens in c.row_tokens
+      ),
+      key=lambda packed: packed.computed,
   )
   weights = losses.LOSSES[c.name].weights(
       lengths, config.rollout.max_new_tokens, keep
@@ -108,18 +114,19 @@ def _probe(config: ml_collections.ConfigDict, rollout: Rollout) -> packing.Rows:
 
 
 def abstract_batch(config: ml_collections.ConfigDict) -> Batch:
-  """Shapes and dtypes of a batch all of whose micro-batches are computed."""
+  """Shapes and dtypes of the largest batch, in the longest rows."""
   c, r = config.loss, config.rollout
+  row_tokens = max(c.row_tokens)
   n_micro = packing.max_micro_batches(
       minibatch_prompts(config),
       r.responses,
       r.max_prompt_tokens,
       r.max_new_tokens,
-      c.row_tokens,
+      row_tokens,
       c.micro_rows,
   )
   n_targets = packing.max_targets(
-      r.max_prompt_tokens, r.max_new_tokens, c.row_tokens
+      r.max_prompt_tokens, r.max_new_tokens, row_tokens
   )
   rows = lambda lead, s, k: packing.Rows(
       **{
@@ -141,7 +148,7 @@ def abstract_batch(config: ml_collections.ConfigDict) -> Batch:
   thin = (*lead, n_targets)
   number = jax.ShapeDtypeStruct(thin, np.float32)
   return Batch(
-      rows=rows(lead, c.row_tokens, thin[-1]),
+      rows=rows(lead, row_tokens, thin[-1]),
       tokens=losses.Tokens(
           mask=jax.ShapeDtypeStruct(thin, np.bool_),
           response=jax.ShapeDtypeStruct(thin, np.int32),

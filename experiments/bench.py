@@ -139,7 +139,7 @@ def config_of(row: Row, size: Size) -> ml_collections.ConfigDict:
   c.rollout.prompts, c.rollout.responses = size.sequences, 1
   c.rollout.max_prompt_tokens = size.prompt_tokens
   c.rollout.max_new_tokens = size.tokens - size.prompt_tokens
-  c.loss.row_tokens, c.loss.micro_rows = size.tokens, size.micro_batch
+  c.loss.row_tokens, c.loss.micro_rows = (size.tokens,), size.micro_batch
   c.loss.chunk = size.chunk
   c.optimizer.name = row.optimizer
   c.optimizer.rank = row.rank or 1

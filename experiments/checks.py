@@ -88,10 +88,10 @@ def _check_loss(config: ml_collections.ConfigDict) -> None:
     except ValueError as error:
       raise ValueError(f"config.loss: {error}") from error
   longest = r.max_prompt_tokens + r.max_new_tokens
-  if c.row_tokens < longest:
+  if not c.row_tokens or min(c.row_tokens) < longest:
     raise ValueError(
-        f"config.loss.row_tokens={c.row_tokens} must be at least {longest}:"
-        " rollout.max_prompt_tokens + rollout.max_new_tokens"
+        f"config.loss.row_tokens={tuple(c.row_tokens)} must hold lengths of at"
+        f" least {longest}: rollout.max_prompt_tokens + rollout.max_new_tokens"
     )
   if r.prompts % c.minibatches:
     raise ValueError(

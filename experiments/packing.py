@@ -63,14 +63,15 @@ class Packing:
     index: `[M, G, K]` int64, the flat position in `[B, T]` arrays of the
       rollout of each generated token; 0 without one.
     count: micro-batches that hold anything; those after it are empty.
-    padding: of the tokens in the first `count` micro-batches, the fraction
-      that is padding.
+    computed: tokens in the first `count` micro-batches.
+    padding: the fraction of these that is padding.
     length: T of the rollout.
   """
 
   rows: Rows
   index: np.ndarray
   count: int
+  computed: int
   padding: float
   length: int
 
@@ -164,6 +165,7 @@ def pack(
     layout = _one_prompt_a_row(lengths, group_size, a_row)
   n_micro = -(-n_rows // micro_rows)
   count = max(-(-len(layout) // micro_rows), 1)
+  computed = count * micro_rows * row_tokens
   arrays = _empty(n_micro * micro_rows, row_tokens, n_targets)
   tokens = np.asarray(rollout.tokens)
   for row, segments in enumerate(layout):
@@ -179,7 +181,8 @@ def pack(
       rows=Rows(**{name: split(x) for name, x in arrays.items()}),
       index=split(index),
       count=count,
-      padding=float(1 - used / (count * micro_rows * row_tokens)),
+      computed=computed,
+      padding=float(1 - used / computed),
       length=length,
   )
 

@@ -369,7 +369,7 @@ def config_of(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
   c.rollout.responses = 1
   c.rollout.max_prompt_tokens = request.prompt_tokens
   c.rollout.max_new_tokens = request.tokens - request.prompt_tokens
-  c.loss.row_tokens = request.tokens
+  c.loss.row_tokens = (request.tokens,)
   c.loss.micro_rows = request.micro_batch * mesh.size
   c.loss.chunk = request.chunk
   c.optimizer.name = request.optimizer

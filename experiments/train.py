@@ -10,6 +10,7 @@ On several hosts every process runs the command with `--distributed`; they
 share one `workdir`, and the first process alone writes the record.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -231,6 +232,8 @@ class _Run:
         config, self.sampler, self.tokenizer, self.task, self.scorer
     )
     self.curriculum = self.collector.initial_curriculum()
+    self.compiled = guards.CompileCounter()
+    self.shapes: set[tuple[int, ...]] = set()
     progress.say(self._summary())
     restored = saved.restore(self._saved(), progress.say)
     if restored is not None:
@@ -299,13 +302,13 @@ class _Run:
         start=time.monotonic(),
     )
     bar = progress.Progress(config.updates, update)
-    watch = _Watch(config, self.path, bar)
+    watch = _Watch(config, self.path, bar, self.compiled)
     # A signal may reach one process only: all stop after the same update.
     stopping = lambda: sharding.any_process(bool(stop))
     mesh = jax.set_mesh(self.mesh)
-    with mesh, writer, bar, watch.compiled, self.scorer, self.saved:
+    with mesh, writer, bar, self.compiled, self.scorer, self.saved:
       if update == 0:
-        with watch.compiled.expected():
+        with self.compiled.expected():
           self.evaluate(writer, bar, update)
       while update < config.updates and not stopping():
         with guards.advise_on_memory("rollout"):
@@ -315,13 +318,13 @@ class _Run:
           steps, metrics = self.learn(collected)
         update += 1
         metrics |= collected.metrics | metrics_lib.memory_peaks()
-        metrics["train/compilations"] = watch.compiled.count
+        metrics["train/compilations"] = self.compiled.count
         row = writer.write(update, metrics)
         bar.show(update, row, sum(row[name] for name in PHASES))
         watch.observe(update, row, steps)
         last, score = update == config.updates, None
         if last or update % config.evaluate.every == 0:
-          with watch.compiled.expected():
+          with self.compiled.expected():
             score = self.evaluate(writer, bar, update)
         best = self.saved.best()
         better = score is not None and (best is None or score > best[1])
@@ -339,7 +342,12 @@ class _Run:
     steps, found = self._steps(collected)
     for _ in range(self.config.loss.epochs):
       for batch in steps:
-        self.state, metrics = self.train_step(self.state, batch)
+        # Each length of rows is compiled once, whenever it is first needed.
+        shape = batch.rows.tokens.shape
+        new = shape not in self.shapes
+        self.shapes.add(shape)
+        with self.compiled.expected() if new else contextlib.nullcontext():
+          self.state, metrics = self.train_step(self.state, batch)
         found.append(metrics)
     self.sampler.update_weights(self.state.params, int(self.state.update))
     found = jax.tree.map(float, jax.device_get(found))
@@ -402,20 +410,17 @@ class _Run:
 
 
 class _Watch:
-  """What looks at each update, and says what is wrong.
-
-  Attributes:
-    compiled: counts programs while it is entered.
-  """
+  """What looks at each update, and says what is wrong."""
 
   def __init__(
       self,
       config: ml_collections.ConfigDict,
       path: pathlib.Path,
       bar: progress.Progress,
+      compiled: guards.CompileCounter,
   ):
     rows = metrics_lib.read_rows(path / metrics_lib.FILENAME)
-    self.compiled = guards.CompileCounter()
+    self._compiled = compiled
     self._skips = guards.SkipGuard(path, limit=config.max_skipped, rows=rows)
     self._watch = guards.Watch(
         max_new_tokens=config.rollout.max_new_tokens, rows=rows
@@ -432,7 +437,7 @@ class _Watch:
   ) -> None:
     """Warns; raises where a run is lost."""
     warnings = self._watch.observe(row)
-    late = self.compiled.observe()
+    late = self._compiled.observe()
     for warning in [*warnings, *([late] if late else [])]:
       self._bar.say(f"warning: {warning}")
     self._skips.observe(update, row, steps)

@@ -86,7 +86,7 @@ def make_config(changes):
           "rollout.responses": 2,
           "rollout.max_prompt_tokens": PROMPT,
           "rollout.max_new_tokens": NEW,
-          "loss.row_tokens": PROMPT + 2 * NEW,
+          "loss.row_tokens": (PROMPT + 2 * NEW,),
           "loss.micro_rows": 4,
           "loss.chunk": 16,
           # Nothing is clipped: the log-probs of the batch are made up.

@@ -39,7 +39,7 @@ def make_config():
           "rollout.temperature": 1.0,
           "rollout.max_prompt_tokens": 16,
           "rollout.max_new_tokens": 2,
-          "loss.row_tokens": 32,
+          "loss.row_tokens": (32,),
           "loss.micro_rows": 4,
           "optimizer.rank": 4,
           "optimizer.learning_rate": 1e-3,

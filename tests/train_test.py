@@ -136,7 +136,7 @@ def test_micro_batches_and_packing_do_not_change_the_update(run):
   collected = run.collector.collect(0, None)
   assert np.any(collected.advantages != 0)  # There is something to learn.
   found, counts = [], []
-  for changes in ({}, {"loss.micro_rows": 128, "loss.row_tokens": 18}):
+  for changes in ({}, {"loss.micro_rows": 128, "loss.row_tokens": (18,)}):
     config = _config(**changes)
     batch, packed = batches.make_batch(
         config, collected.rollout, collected.advantages

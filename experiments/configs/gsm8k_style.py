@@ -31,7 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout.temperature = 0.8
   c.rollout.max_prompt_tokens = 72
   c.rollout.max_new_tokens = 24
-  c.loss.row_tokens = 192  # A prompt and 8 responses of 15 tokens.
+  c.loss.row_tokens = (192, 256, 320)  # Groups shrink from 180 to 90 tokens.
   c.loss.micro_rows = 1
   c.optimizer.learning_rate = 3e-5
   c.kl.budget = c.kl.final_budget = 4e-3

@@ -55,8 +55,8 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout.stop = ()  # Strings that end a response.
   c.rollout.slots = 0  # Responses decoded at once; 0 means all.
   c.rollout.cache_dtype = ""  # Of the KV cache: 'int8', or that of activations.
-  # Address of a completion server to sample from (docs/evaluation.md); '' samples
-  # in this process.
+  # A completion server to sample from (docs/evaluation.md), by address; ''
+  # samples in this process.
   c.rollout.server = ""
   c.rollout.server_model = "policy"  # Its name there.
   # Whether it loads new weights from workdir/served, as experiments.serve does.
@@ -75,9 +75,10 @@ def get_config() -> ml_collections.ConfigDict:
   c.loss.name = "dapo"
   c.loss.clip_low = 0.2
   c.loss.clip_high = 0.2
-  # Prompts and responses are packed into rows of this many tokens, ...
-  c.loss.row_tokens = 140  # A prompt and 8 responses, all of them the longest.
-  c.loss.micro_rows = 6  # ... of which so many are computed at once.
+  # Prompts and responses are packed into rows of this many tokens; of several
+  # lengths, each compiled once, the one that leaves least empty is taken.
+  c.loss.row_tokens = (140,)
+  c.loss.micro_rows = 6  # Rows computed at once.
   c.loss.chunk = 128  # Tokens whose logits are in memory at once.
   # Steps on a rollout: its prompts in so many parts, all of them so often.
   c.loss.minibatches = 1

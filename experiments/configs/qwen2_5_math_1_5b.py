@@ -46,7 +46,7 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout.slots = 256
 
   c.loss.name = "grpo"
-  c.loss.row_tokens = 4096
+  c.loss.row_tokens = (4096,)
   c.loss.micro_rows = 8  # Two to a device.
   c.loss.chunk = 1024
 

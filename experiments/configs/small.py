@@ -24,8 +24,8 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout.temperature = 1.0
   c.rollout.max_prompt_tokens = small_model.MAX_PROMPT_TOKENS
   c.rollout.max_new_tokens = small_model.MAX_NEW_TOKENS
-  c.loss.row_tokens = small_model.MAX_PROMPT_TOKENS + (
-      8 * small_model.MAX_NEW_TOKENS
+  c.loss.row_tokens = (
+      small_model.MAX_PROMPT_TOKENS + 8 * small_model.MAX_NEW_TOKENS,
   )
   c.loss.micro_rows = 16
   # Such that the budget, and not alpha_max, sets the step.

@@ -21,7 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout.temperature = 1.0
   c.rollout.max_prompt_tokens = 16
   c.rollout.max_new_tokens = 2
-  c.loss.row_tokens = 24
+  c.loss.row_tokens = (24,)
   c.loss.micro_rows = 8
   c.optimizer.rank = 4
   c.optimizer.learning_rate = 1e-3

@@ -1,0 +1,77 @@
+"""What the comparison with transformers counts, and a small run of it."""
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+from experiments import throughput, tiny
+from experiments import tokenizer as tokenizer_lib
+from experiments.decoder import Decoder
+from experiments.sampling import Sampling
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "llama"
+
+
+def test_tokens_after_an_end_do_not_count():
+  tokens = np.asarray([[5, 6, 2, 7], [5, 6, 7, 8], [2, 5, 2, 2], [5, 5, 5, 3]])
+  assert throughput.count(tokens, (2, 3)) == 3 + 4 + 1 + 4
+  assert throughput.count(tokens, ()) == 16
+
+
+def test_sentences_end_with_a_full_stop_or_a_line():
+  tokenizer = tokenizer_lib.from_directory(GOLDEN)
+  ends = throughput.sentence_ends(tokenizer)
+  for text, is_end in [(".", True), ("\n", True), ("a", False), (",", False)]:
+    assert (tokenizer.encode(text)[-1] in ends) == is_end
+  assert set(tokenizer.eos_ids) <= set(ends)
+
+
+def test_our_engine_counts_what_it_made():
+  config, params, _ = tiny.make_tiny(0)
+  inputs = np.full((3, 4), 5, np.int32), np.ones((3, 4), bool)
+  sampling = Sampling(6, temperature=0.0)
+  run = throughput.ours(Decoder(config), params, inputs, sampling, (), 2)
+  assert run(0) == 18
+
+
+def test_ratios_are_of_medians():
+  runs = [
+      {"tokens": 100, "seconds": s, "processor_seconds": 2 * s}
+      for s in (1.0, 2.0, 50.0)
+  ]
+  slower = [r | {"seconds": 4.0} for r in runs]
+  row = throughput.summarise("equal", {"ours": runs, "transformers": slower})
+  assert row["tokens_per_second"] == {"ours": 50.0, "transformers": 25.0}
+  assert row["ratio"] == 2 and row["ratio_of_processor"] == 1
+
+
+def test_without_pytorch_it_says_what_to_install(monkeypatch):
+  monkeypatch.setitem(sys.modules, "torch", None)
+  with pytest.raises(ImportError, match="pip install torch transformers"):
+    throughput.run({})
+
+
+@pytest.mark.slow
+def test_a_small_run(tmp_path):
+  pytest.importorskip("torch", reason="torch is not installed")
+  pytest.importorskip("transformers", reason="transformers is not installed")
+  throughput.run(
+      {
+          "model": GOLDEN,
+          "workloads": ["equal", "sentences"],
+          "batch": 2,
+          "prompt": 128,
+          "new": 8,
+          "repeats": 1,
+          "out": tmp_path,
+      }
+  )
+  found = json.loads((tmp_path / "throughput.json").read_text())
+  equal, sentences = found["rows"]
+  for runs in equal["runs"].values():
+    assert runs[0]["tokens"] == 2 * 8
+  for runs in sentences["runs"].values():
+    assert 8 <= runs[0]["tokens"] <= 8 * 16
