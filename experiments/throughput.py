@@ -166,17 +166,24 @@ def measure(
 def summarise(
     name: str, rows: dict[str, list[dict[str, float]]]
 ) -> dict[str, Any]:
-  """A workload's row: medians of tokens per second, and their ratio."""
-  rates = {
-      engine: float(np.median([r["tokens"] / r["seconds"] for r in runs]))
-      for engine, runs in rows.items()
-  }
-  return {
-      "workload": name,
-      "tokens_per_second": {k: round(v, 1) for k, v in rates.items()},
-      "ratio": round(rates["ours"] / rates["transformers"], 3),
-      "runs": rows,
-  }
+  """A workload's row: medians of tokens per second, and their ratio.
+
+  Also by the processor time of all threads, the steadier of the two on a
+  machine that does other things; not with several threads, though: PyTorch's
+  wait for each other in a loop.
+  """
+  row: dict[str, Any] = {"workload": name}
+  for unit, suffix in (("seconds", ""), ("processor_seconds", "_of_processor")):
+    rates = {
+        engine: float(np.median([r["tokens"] / r[unit] for r in runs]))
+        for engine, runs in rows.items()
+    }
+    row["tokens_per_second" + suffix] = {
+        engine: round(rate, 1) for engine, rate in rates.items()
+    }
+    ratio = rates["ours"] / rates["transformers"]
+    row["ratio" + suffix] = round(ratio, 3)
+  return row | {"runs": rows}
 
 
 def run(values: dict[str, Any]) -> None:
@@ -217,7 +224,7 @@ def run(values: dict[str, Any]) -> None:
         values["repeats"],
     )
     rows.append(summarise(name, found))
-    print(rows[-1]["tokens_per_second"], "ratio", rows[-1]["ratio"])
+    print({k: x for k, x in rows[-1].items() if k != "runs"}, flush=True)
   out = pathlib.Path(values["out"])
   out.mkdir(parents=True, exist_ok=True)
   content = {

@@ -1,6 +1,7 @@
 """Tests of sampling against full forward passes of the same model."""
 
 import functools
+import pathlib
 import re
 
 import jax
@@ -8,13 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import decoder, decoding, kv_cache, rollout, stop_strings
+from experiments import (
+    decoder,
+    decoding,
+    kv_cache,
+    pretrained,
+    rollout,
+    stop_strings,
+    throughput,
+)
+from experiments.configs import quickstart
 from experiments.sampling import Sampling
 from tests.sampling_test import chi_square
 
 _VOCAB = 23
 _PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8], [9])
 _GREEDY = Sampling(8, temperature=0.0)
+_REAL = pathlib.Path(quickstart.get_config().model)
 
 
 @functools.cache
@@ -361,3 +372,30 @@ def test_pad_prompts():
 def test_bad_prompts(prompts, message):
   with pytest.raises(ValueError, match=message):
     rollout.pad_prompts(prompts, 3, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _REAL.exists(), reason=f"no model at {_REAL}")
+def test_an_int8_cache_of_a_real_model_chooses_the_same_tokens():
+  config, params, tokenizer = pretrained.load(_REAL)
+  tokens, valid = throughput.prompts(tokenizer, 8, 64)
+
+  def greedy(dtype):
+    out = rollout.generate(
+        decoder.Decoder(config),
+        params,
+        tokens,
+        valid,
+        jax.random.key(0),
+        sampling=Sampling(32, temperature=0.0),
+        eos_ids=(),
+        pad_id=0,
+        cache_dtype=dtype,
+    )
+    return np.asarray(out.tokens)[:, 64:]
+
+  exact, close = greedy("float32"), greedy("int8")
+  # From its first other token on a response is another text.
+  same = np.cumprod(exact == close, axis=1)
+  print(same.mean(), same.sum(axis=1))
+  assert same.mean() > 0.75

@@ -7,10 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import throughput, tiny
+from experiments import throughput
 from experiments import tokenizer as tokenizer_lib
-from experiments.decoder import Decoder
-from experiments.sampling import Sampling
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "llama"
 
@@ -27,14 +25,6 @@ def test_sentences_end_with_a_full_stop_or_a_line():
   for text, is_end in [(".", True), ("\n", True), ("a", False), (",", False)]:
     assert (tokenizer.encode(text)[-1] in ends) == is_end
   assert set(tokenizer.eos_ids) <= set(ends)
-
-
-def test_our_engine_counts_what_it_made():
-  config, params, _ = tiny.make_tiny(0)
-  inputs = np.full((3, 4), 5, np.int32), np.ones((3, 4), bool)
-  sampling = Sampling(6, temperature=0.0)
-  run = throughput.ours(Decoder(config), params, inputs, sampling, (), 2)
-  assert run(0) == 18
 
 
 def test_ratios_are_of_medians():
@@ -63,8 +53,8 @@ def test_a_small_run(tmp_path):
           "model": GOLDEN,
           "workloads": ["equal", "sentences"],
           "batch": 2,
-          "prompt": 128,
-          "new": 8,
+          "prompt": 56,
+          "new": 4,
           "repeats": 1,
           "out": tmp_path,
       }
@@ -72,6 +62,6 @@ def test_a_small_run(tmp_path):
   found = json.loads((tmp_path / "throughput.json").read_text())
   equal, sentences = found["rows"]
   for runs in equal["runs"].values():
-    assert runs[0]["tokens"] == 2 * 8
+    assert runs[0]["tokens"] == 2 * 4
   for runs in sentences["runs"].values():
-    assert 8 <= runs[0]["tokens"] <= 8 * 16
+    assert 8 <= runs[0]["tokens"] <= 8 * 8
