@@ -317,7 +317,7 @@ class Layer(nn.Module):
     # What fills up the last block is no key.
     k, v = (_join(y)[:, : mask.shape[-1]] for y in (k, v))
     if cache is not None:
-      cache = kv_cache.write(cache, layer, where.index, k, v)
+      cache = kv_cache.write(cache, layer, where.start, k, v)
     if cache is not None and mask.shape[2] > 1:
       k, v = kv_cache.read_tokens(cache, layer, mask.shape[-1], k.dtype)
 

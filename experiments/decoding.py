@@ -125,7 +125,8 @@ def read_prompts(
     cache_dtype: DTypeLike,
 ) -> Pool:
   """Reads prompts `[N, P]`, padded on the left."""
-  cache = kv_cache.init_cache(model.config, *tokens.shape, cache_dtype)
+  n, length = tokens.shape
+  cache = kv_cache.init_cache(model.config, n, length, cache_dtype)
   positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
   hidden, cache = model.apply(
       {"params": params}, tokens, valid, positions, cache, 0, method="decode"

@@ -24,12 +24,12 @@ class Place(NamedTuple):
   """Where new tokens go, and what they read.
 
   Attributes:
-    index: int32 scalar, the first slot to write.
+    start: int32 scalar, the first slot to write.
     first: int32 scalar, the first slot that any of them sees.
     last: int32 scalar, behind the last one.
   """
 
-  index: jax.Array | int
+  start: jax.Array | int
   first: jax.Array
   last: jax.Array
 

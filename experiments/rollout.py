@@ -87,15 +87,13 @@ def generate(
     prompt_valid: jax.Array,
     key: jax.Array,
     *,
-    sampling: Sampling | None = None,
+    sampling: Sampling,
     eos_ids: Sequence[int],
     pad_id: int,
     group_size: int = 1,
     slots: int = 0,
     cache_dtype: DTypeLike | None = None,
     stop_table: StopTable | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
 ) -> Rollout:
   """Samples `group_size` responses to each prompt.
 
@@ -119,8 +117,6 @@ def generate(
       model's compute dtype.
     stop_table: of `stop_strings.make_stop_table(tokenizer, sampling.stop)`;
       needed where there are stop strings.
-    max_new_tokens: of `Sampling`, for callers that have none.
-    temperature: of `Sampling`, for callers that have none.
 
   Returns:
     A `Rollout` of B = N * group_size responses, whole in every process; those
@@ -131,12 +127,11 @@ def generate(
       model's context, `group_size` or `slots` is out of range, stop strings
       have no table, or the cache's dtype is neither a float nor int8.
   """
-  if sampling is None:
-    sampling = Sampling(max_new_tokens, temperature=temperature)
   tokens = np.asarray(prompt_tokens, np.int32)
   valid = np.asarray(prompt_valid, bool)
   _check(model.config, tokens, sampling, eos_ids, group_size, slots, stop_table)
   responses = tokens.shape[0] * group_size
+  stop_table = stop_table if sampling.stop else None
   # Temperature is traced: another does not compile again.
   compiled = dataclasses.replace(
       sampling, temperature=float(not sampling.greedy), stop=()
@@ -145,7 +140,7 @@ def generate(
       params=params,
       key=key,
       temperature=jnp.float32(sampling.temperature),
-      stops=jnp.asarray(stop_table.table) if sampling.stop else None,
+      stops=jnp.asarray(stop_table.table) if stop_table else None,
   )
   options = decoding.Options(compiled, tuple(sorted({int(i) for i in eos_ids})))
   slots = min(slots or responses, responses)

@@ -98,7 +98,7 @@ def theirs(
 ) -> Engine:
   """`transformers.generate`, `slots` prompts at a time."""
   tokens, valid = (torch.from_numpy(x) for x in inputs)
-  options = {"do_sample": False}
+  options: dict[str, Any] = {"do_sample": False}
   if not sampling.greedy:
     options = {
         "do_sample": True,
@@ -131,9 +131,8 @@ def theirs(
 
 def count(tokens: np.ndarray, eos_ids: Sequence[int]) -> int:
   """Generated tokens of `[B, C]` up to the first end, the end included."""
-  is_end = np.isin(tokens, eos_ids)
-  before = np.cumsum(is_end, axis=1) - is_end
-  return int(np.sum(before == 0))
+  is_end = np.isin(tokens, eos_ids).astype(np.int64)
+  return int(np.sum(np.cumsum(is_end, axis=1) - is_end == 0))
 
 
 def measure(
