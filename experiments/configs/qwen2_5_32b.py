@@ -9,7 +9,7 @@ Command: python -m experiments.train \
   with the model's Hugging Face directory at models/Qwen2.5-32B, or given as
   --config.model=DIR, and problems in data/math.jsonl (docs/tasks.md).
 Cost: not run yet.
-MEMORY
+Memory: not compiled yet.
 Expected: not run yet.
 """
 

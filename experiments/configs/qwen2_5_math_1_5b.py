@@ -12,7 +12,7 @@ Command: python -m experiments.train \
   with the model's Hugging Face directory at models/Qwen2.5-Math-1.5B, or given
   as --config.model=DIR, and problems in data/math.jsonl (docs/tasks.md).
 Cost: not run yet.
-MEMORY
+Memory: not compiled yet.
 Expected: not run yet.
 """
 
