@@ -225,7 +225,7 @@ class CompileCounter:
     seconds: that the compiler took for them.
   """
 
-  def __init__(self, *, settle: int = 5):
+  def __init__(self, *, settle: int = 10):
     """From the update after `settle` ones on, compiling is worth a warning."""
     self.count = 0
     self.seconds = 0.0

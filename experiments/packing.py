@@ -14,6 +14,7 @@ features.
 
 from collections.abc import Sequence
 import dataclasses
+import math
 from typing import Any
 
 from flax import struct
@@ -156,7 +157,7 @@ def pack(
           _layout(
               prompt_lengths, lengths, group_size, row_tokens, n_targets, worth
           )
-          for worth in (1, 0)
+          for worth in (math.inf, 1, 0)
       ),
       key=len,
   )
@@ -221,8 +222,8 @@ def _layout(
   """Which responses go to which row; a function of lengths alone.
 
   Large groups first, each to the fullest row that holds it. One that no row
-  holds is split, if that fills a row with `worth` times as many tokens of
-  responses as the prompt costs again; else it begins a row.
+  holds begins a row; or it is split, where that fills a row with `worth` times
+  as many tokens of responses as the prompt costs again.
   """
   groups = np.arange(len(lengths)).reshape(-1, group_size)
   totals = prompt_lengths + lengths[groups].sum(axis=1)
