@@ -1,14 +1,14 @@
 """RL-trains SmolLM2-135M on questions with an answer to be given in a form.
 
 One-digit products of reasoning-gym, asked as GSM8K's questions are: the model
-may reason, and the last thing it gives is to be the answer. What it answers at
-first holds the right number in one of two cases and is graded for what
-else it says; it learns to give the number.
+may reason, and the last thing it gives is to be the answer. The scorer gives
+parts of a point to texts that hold the right number among others.
 
 Command: python -m experiments.train \
     --config=experiments/configs/gsm8k_style.py --workdir=DIR
-Cost: COST
-Expected: EXPECTED
+Cost: 14 minutes on two CPU cores that were shared with other jobs.
+Expected: mean training reward from 0.06 to 0.37, held-out reward of samples
+  from 0.05 to 0.26 (docs/results/gsm8k_style).
 """
 
 import ml_collections
