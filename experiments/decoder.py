@@ -7,7 +7,6 @@ H features per head, V vocabulary.
 """
 
 import dataclasses
-import functools
 import math
 
 from flax import linen as nn
@@ -17,6 +16,7 @@ from jax.typing import DTypeLike
 
 from experiments import kv_cache
 from experiments.kv_cache import Cache
+from experiments.products import float32_product
 from experiments.sharding import constrain
 from logra_jax import linen as lnn
 
@@ -152,31 +152,6 @@ def _rotate(x, rope):
   return turned.astype(x.dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _float32_product(spec, x, y):
-  """An einsum that is summed and returned in float32, whatever the inputs.
-
-  Its derivatives are products in the inputs' dtype. By JAX's own rule they
-  would mix float32 cotangents with bfloat16 inputs, which makes float32 copies
-  of the latter and is slow.
-  """
-  return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
-
-
-def _float32_product_jvp(spec, primals, tangents):
-  out = _float32_product(spec, *primals)
-  total = jnp.zeros_like(out)
-  for i, tangent in enumerate(tangents):
-    if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
-      args = list(primals)
-      args[i] = tangent
-      total += jnp.einsum(spec, *args).astype(jnp.float32)
-  return out, total
-
-
-_float32_product.defjvp(_float32_product_jvp, symbolic_zeros=True)
-
-
 def _attend(q, k, v, mask, block):
   """Grouped attention, `block` queries at a time.
 
@@ -212,7 +187,7 @@ def _join(x):
 
 def _attend_block(q, k, v, mask):
   """`_attend` of q `[B, S, K, G, H]`; returns the same shape."""
-  scores = _float32_product("bskgh,bmkh->bkgsm", q, k)
+  scores = float32_product("bskgh,bmkh->bkgsm", q, k)
   scores = scores * q.shape[-1] ** -0.5
   scores = jnp.where(mask[:, None, None], scores, kv_cache.MASKED)
   weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
@@ -267,7 +242,7 @@ def _head_logits(spec, hidden, kernel, config):
   """
   between = (None,) * (hidden.ndim - 1)
   hidden = constrain(hidden, "gathered_batch", *between)
-  logits = _float32_product(
+  logits = float32_product(
       spec, hidden.astype(config.dtype), kernel.astype(config.dtype)
   )
   return constrain(logits, "gathered_batch", *between[1:], "vocab")

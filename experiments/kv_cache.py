@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from experiments.products import float32_product
+
 # A masked score. Finite, so that a row with nothing to attend to (padding) is
 # uniform and not NaN.
 MASKED = -1e30
@@ -228,9 +230,7 @@ def attend(
     k, v = read(cache, layer, width, q.dtype, start)
     part = jax.lax.dynamic_slice_in_dim(mask[:, 0], start, width, axis=1)
     part &= start + jnp.arange(width) >= i * width
-    product = jnp.einsum(
-        "bkgh,bkhm->bkgm", grouped, k, preferred_element_type=jnp.float32
-    )
+    product = float32_product("bkgh,bkhm->bkgm", grouped, k)
     return jnp.where(part[:, None, None], product * size**-0.5, MASKED), v
 
   def weigh(weights, v):
