@@ -43,6 +43,7 @@ _SLOW = (
     ("muon", True, "adam"),
     ("logra", True, "adam"),
     ("logra", False, "frozen"),
+    ("muon", False, "frozen"),
 )
 
 
@@ -50,7 +51,6 @@ _SLOW = (
     ("name", "budget", "others"),
     [
         ("lora", True, "frozen"),
-        ("muon", False, "frozen"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in _SLOW),
     ],
 )

@@ -32,6 +32,7 @@ def test_1_5_billion_parameters():
   assert found.peak_bytes < 2.1 * found.floor_bytes
 
 
+@pytest.mark.slow
 def test_7_billion_parameters():  # A minute and a half.
   found = plan("qwen2.5-7b")
   assert found.peak_bytes < 0.16 * DENSE_7B

@@ -179,6 +179,7 @@ def test_sharing_a_prefill_changes_nothing():
   assert len({tuple(row) for row in shared.tokens[:5].tolist()}) > 1
 
 
+@pytest.mark.slow
 def test_frequencies_follow_the_softmax():
   out = _generate([[4, 5]], 2, group_size=4000, sampling=_sampling(1))
   assert out.tokens.shape == (4000, 3)
@@ -233,6 +234,7 @@ def test_slots_change_no_response():
   assert _programs() == after
 
 
+@pytest.mark.slow
 def test_no_second_cache_is_made():
   """Decoding writes in place: the slots given away are the ones returned."""
   model, params = _policy()
@@ -344,6 +346,7 @@ def test_bad_arguments(options, message):
     _generate(**options)
 
 
+@pytest.mark.slow
 def test_the_context_may_be_filled():
   out = _generate(sampling=_sampling(18), eos_ids=(), group_size=1)
   assert out.tokens.shape == (3, 24)
