@@ -42,56 +42,8 @@ def get_config() -> ml_collections.ConfigDict:
   c.task.workers = 0
   c.task.timeout = 10.0
 
-  # One update sees prompts * responses completions.
-  c.rollout = ml_collections.ConfigDict()
-  c.rollout.prompts = 12
-  c.rollout.responses = 8  # To each prompt; a group shares a baseline.
-  c.rollout.temperature = 0.7
-  c.rollout.top_k = 0  # 0 means all tokens.
-  c.rollout.top_p = 1.0
-  c.rollout.max_prompt_tokens = 44
-  c.rollout.min_new_tokens = 0
-  c.rollout.max_new_tokens = 12
-  c.rollout.stop = ()  # Strings that end a response.
-  c.rollout.slots = 0  # Responses decoded at once; 0 means all.
-  c.rollout.cache_dtype = ""  # Of the KV cache: 'int8', or that of activations.
-  # A completion server to sample from (docs/evaluation.md), by address; ''
-  # samples in this process.
-  c.rollout.server = ""
-  c.rollout.server_model = "policy"  # Its name there.
-  # Whether it loads new weights from workdir/served, as experiments.serve does.
-  c.rollout.server_sync = True
-  # Rounds of new prompts for groups whose rewards are all equal, at most.
-  c.rollout.dynamic_tries = 0
-  # Training examples to choose from by observed pass rate; 0: in order.
-  c.rollout.curriculum = 0
-  # What becomes of responses that reach max_new_tokens: 'keep', 'mask' (no
-  # loss), 'filter' (neither loss nor baseline) or 'penalty'.
-  c.rollout.overlong = "keep"
-  c.rollout.overlong_buffer = 0  # Tokens in which the penalty grows to 1.
-
-  c.loss = ml_collections.ConfigDict()
-  # 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'rloo' or 'reinforce_pp'.
-  c.loss.name = "dapo"
-  c.loss.clip_low = 0.2
-  c.loss.clip_high = 0.2
-  # Prompts and responses are packed into rows of this many tokens; of several
-  # lengths, each compiled once, the one that leaves least empty is taken.
-  c.loss.row_tokens = (140,)
-  c.loss.micro_rows = 6  # Rows computed at once.
-  c.loss.chunk = 128  # Tokens whose logits are in memory at once.
-  # Steps on a rollout: its prompts in so many parts, all of them so often.
-  c.loss.minibatches = 1
-  c.loss.epochs = 1
-  # Truncated importance sampling against the gap of sampler and trainer:
-  # 'none', 'token' or 'sequence'.
-  c.loss.correction = "none"
-  c.loss.correction_cap = 2.0
-  # Penalty on the KL to the policy before training, in nats per token; keeps a
-  # second copy of the weights.
-  c.loss.reference_kl = 0.0
-  c.loss.reference_estimator = "k3"  # Or 'k1', 'k2'.
-
+  c.rollout = _rollout()
+  c.loss = _loss()
   c.optimizer = _optimizer()
 
   # KL(old || new) that one update may cost, in nats per generated token:
@@ -124,6 +76,63 @@ def get_config() -> ml_collections.ConfigDict:
   # Updates in a row that may be skipped for a number that is not finite.
   c.max_skipped = 5
   return c.lock()
+
+
+def _rollout() -> ml_collections.ConfigDict:
+  """What is sampled: an update sees prompts * responses completions."""
+  c = ml_collections.ConfigDict()
+  c.prompts = 12
+  c.responses = 8  # To each prompt; a group shares a baseline.
+  c.temperature = 0.7
+  c.top_k = 0  # 0 means all tokens.
+  c.top_p = 1.0
+  c.max_prompt_tokens = 44
+  c.min_new_tokens = 0
+  c.max_new_tokens = 12
+  c.stop = ()  # Strings that end a response.
+  c.slots = 0  # Responses decoded at once; 0 means all.
+  c.cache_dtype = ""  # Of the KV cache: 'int8', or that of activations.
+  # A completion server to sample from (docs/evaluation.md), by address; ''
+  # samples in this process.
+  c.server = ""
+  c.server_model = "policy"  # Its name there.
+  # Whether it loads new weights from workdir/served, as experiments.serve does.
+  c.server_sync = True
+  # Rounds of new prompts for groups whose rewards are all equal, at most.
+  c.dynamic_tries = 0
+  # Training examples to choose from by observed pass rate; 0: in order.
+  c.curriculum = 0
+  # What becomes of responses that reach max_new_tokens: 'keep', 'mask' (no
+  # loss), 'filter' (neither loss nor baseline) or 'penalty'.
+  c.overlong = "keep"
+  c.overlong_buffer = 0  # Tokens in which the penalty grows to 1.
+  return c
+
+
+def _loss() -> ml_collections.ConfigDict:
+  """What is learned from it, and in what portions."""
+  c = ml_collections.ConfigDict()
+  # 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'rloo' or 'reinforce_pp'.
+  c.name = "dapo"
+  c.clip_low = 0.2
+  c.clip_high = 0.2
+  # Prompts and responses are packed into rows of this many tokens; of several
+  # lengths, each compiled once, the one that leaves least empty is taken.
+  c.row_tokens = (140,)
+  c.micro_rows = 6  # Rows computed at once.
+  c.chunk = 128  # Tokens whose logits are in memory at once.
+  # Steps on a rollout: its prompts in so many parts, all of them so often.
+  c.minibatches = 1
+  c.epochs = 1
+  # Truncated importance sampling against the gap of sampler and trainer:
+  # 'none', 'token' or 'sequence'.
+  c.correction = "none"
+  c.correction_cap = 2.0
+  # Penalty on the KL to the policy before training, in nats per token; keeps a
+  # second copy of the weights.
+  c.reference_kl = 0.0
+  c.reference_estimator = "k3"  # Or 'k1', 'k2'.
+  return c
 
 
 def _optimizer() -> ml_collections.ConfigDict:
