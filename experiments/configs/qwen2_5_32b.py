@@ -9,7 +9,11 @@ Command: python -m experiments.train \
   with the model's Hugging Face directory at models/Qwen2.5-32B, or given as
   --config.model=DIR, and problems in data/math.jsonl (docs/tasks.md).
 Cost: not run yet.
-Memory: not compiled yet.
+Memory: GiB per device, compiled and not measured; columns as in
+docs/results/configs/README.md.
+  devices      update  temporaries  sampling  cache  evaluation  device
+  h100:8        11.91         4.20     20.13  12.37       12.00   79.10
+  v6e:2x4       13.01         5.31     28.26  12.37       12.00   31.24
 Expected: not run yet.
 """
 

@@ -9,7 +9,11 @@ Command: python -m experiments.train \
   with the model's Hugging Face directory at models/Qwen2.5-7B, or given as
   --config.model=DIR, and problems in data/math.jsonl (docs/tasks.md).
 Cost: not run yet.
-Memory: not compiled yet.
+Memory: GiB per device, compiled and not measured; columns as in
+docs/results/configs/README.md.
+  devices      update  temporaries  sampling  cache  evaluation  device
+  h100:4         9.64         2.47     28.62  20.99       20.99   79.10
+  v5p:2x2x1     12.67         5.50     38.56  20.99       20.99   95.73
 Expected: not run yet.
 """
 
