@@ -1,8 +1,16 @@
 """Settings that no run could start with, told before anything slow is done."""
 
+from jax.sharding import Mesh
 import ml_collections
 
-from experiments import correction, losses, optimizers, overlong, sampling
+from experiments import (
+    correction,
+    losses,
+    optimizers,
+    overlong,
+    sampling,
+    sharding,
+)
 
 
 def check_config(config: ml_collections.ConfigDict) -> None:
@@ -104,3 +112,14 @@ def _check_loss(config: ml_collections.ConfigDict) -> None:
         f"config.kl.probe_responses={config.kl.probe_responses} is more than"
         f" a step has, {batch}"
     )
+
+
+def check_mesh(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
+  """Raises ValueError where devices cannot have equal shares of the batch."""
+  sizes = {
+      "config.rollout.prompts": config.rollout.prompts,
+      "config.loss.micro_rows": config.loss.micro_rows,
+      "config.kl.probe_responses": config.kl.probe_responses,
+  }
+  for name, size in sizes.items():
+    sharding.check_batch(name, size, mesh)

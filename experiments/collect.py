@@ -145,9 +145,9 @@ class Collector:
         self._config, self._sampler, self._tokenizer, examples, update, tried
     )
     sampled = time.perf_counter()
-    completions = evaluate.decode_completions(self._tokenizer, rollout)
-    repeated = [x for x in examples for _ in range(c.responses)]
-    scores = self._scorer.score(repeated, completions)
+    scores = self._scorer.score(
+        *evaluate.pair(self._tokenizer, examples, rollout)
+    )
     tally.add(rollout, scores, c.responses)
     tally.seconds += np.array([sampled - start, time.perf_counter() - sampled])
     of_prompt = scores.total.reshape(c.prompts, c.responses)

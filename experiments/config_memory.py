@@ -180,9 +180,7 @@ def measure(
   checks.check_config(config)
   found = devices.parse(target)
   mesh = sharding.make_mesh(config.mesh, found.devices())
-  for name in ("rollout.prompts", "kl.probe_responses"):
-    group, field = name.split(".")
-    sharding.check_batch(f"config.{name}", config[group][field], mesh)
+  checks.check_mesh(config, mesh)
   architecture = program.configure(models.architecture(model), config)
   caches = [
       cache_bytes(architecture, config, mesh, evaluation=evaluation)

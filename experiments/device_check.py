@@ -56,7 +56,8 @@ _ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
 }
-_SMALL_MODEL = {
+# Of tests too: a Hugging Face config.json without weights.
+SMALL_MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -96,7 +97,7 @@ def small_sections(folder: str) -> list[Section]:
     folder: where the model's `config.json` is written.
   """
   file = pathlib.Path(folder) / "config.json"
-  file.write_text(json.dumps(_SMALL_MODEL), "utf-8")
+  file.write_text(json.dumps(SMALL_MODEL), "utf-8")
   update = Section("update", folder, rank=8, tokens=64, repeats=2)
   return [
       update,

@@ -70,6 +70,17 @@ def decode_completions(
   ]
 
 
+def pair(
+    tokenizer: Tokenizer,
+    examples: Sequence[tasks.Example],
+    rollout: rollout_lib.Rollout,
+) -> tuple[list[tasks.Example], list[str]]:
+  """Each response's example, and its text; those of an example are adjacent."""
+  completions = decode_completions(tokenizer, rollout)
+  n = len(completions) // len(examples)
+  return [example for example in examples for _ in range(n)], completions
+
+
 def respond(
     model: decoder.Decoder,
     params: PyTree,
@@ -123,9 +134,7 @@ def score(
   Returns:
     The completions, and `[len(completions)]` float32 rewards.
   """
-  completions = decode_completions(tokenizer, rollout)
-  n = len(completions) // len(examples)
-  repeated = [example for example in examples for _ in range(n)]
+  repeated, completions = pair(tokenizer, examples, rollout)
   return completions, tasks.checked_rewards(task, repeated, completions)
 
 
@@ -163,8 +172,7 @@ def collect(
   _check_lengths(prompts, sampler.max_prompt_tokens)
   rollout = sampler.sample(prompts, key, sampling, group_size=samples)
   rollout = sharding.fetch(rollout)
-  completions = decode_completions(tokenizer, rollout)
-  repeated = [example for example in examples for _ in range(samples)]
+  repeated, completions = pair(tokenizer, examples, rollout)
   if workers is None:
     rewards = tasks.checked_rewards(task, repeated, completions)
   else:

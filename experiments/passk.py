@@ -10,6 +10,7 @@ import re
 import numpy as np
 
 from experiments import tasks
+from experiments.tasks import answers as answers_lib
 
 # Up to this many subsets maj@k is exact; above, as many are drawn.
 _SUBSETS = 200
@@ -86,7 +87,7 @@ def answer(completion: str) -> str | None:
   last `\boxed{...}`, or the last number. Numbers are compared by value, text
   without case and with single spaces.
   """
-  for found in (_tagged(completion), _boxed(completion)):
+  for found in (_tagged(completion), answers_lib.boxed(completion)):
     if found is not None:
       return _normal(found)
   number = tasks.last_number(completion)
@@ -128,20 +129,6 @@ def _tagged(text):
   _, tag, rest = text.rpartition("<answer>")
   inside, end, _ = rest.partition("</answer>")
   return inside if tag and end else None
-
-
-def _boxed(text):
-  r"""The text in the last `\boxed{}`, its inner braces matched, or None."""
-  start = text.rfind(r"\boxed{")
-  if start < 0:
-    return None
-  start += len(r"\boxed{")
-  depth = 1
-  for end in range(start, len(text)):
-    depth += {"{": 1, "}": -1}.get(text[end], 0)
-    if depth == 0:
-      return text[start:end]
-  return None
 
 
 def _normal(text):

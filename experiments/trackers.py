@@ -79,7 +79,19 @@ class _TensorBoard:
     self._events.close()
 
 
-class _WandB:
+class _Hosted:
+  """A run that its package keeps."""
+
+  _run: Any
+
+  def log(self, update: int, values: Mapping[str, float]) -> None:
+    self._run.log(dict(values), step=update)
+
+  def close(self) -> None:
+    self._run.finish()
+
+
+class _WandB(_Hosted):
   """A run at Weights & Biases, which keeps the first of repeated updates."""
 
   def __init__(
@@ -103,14 +115,8 @@ class _WandB:
           " or config.log.wandb='')"
       ) from error
 
-  def log(self, update: int, values: Mapping[str, float]) -> None:
-    self._run.log(dict(values), step=update)
 
-  def close(self) -> None:
-    self._run.finish()
-
-
-class _Trackio:
+class _Trackio(_Hosted):
   """A run at Trackio, which keeps repeated updates: they are the same."""
 
   def __init__(
@@ -127,12 +133,6 @@ class _Trackio:
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-
-  def log(self, update: int, values: Mapping[str, float]) -> None:
-    self._run.log(dict(values), step=update)
-
-  def close(self) -> None:
-    self._run.finish()
 
 
 def _run_id(workdir: pathlib.Path) -> str:

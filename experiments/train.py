@@ -57,8 +57,7 @@ from experiments import workdir as workdir_lib
 import logra_jax
 
 # What the seconds of an update go into.
-PHASES = ("time/rollout", "time/reward", "time/update")
-
+_PHASES = ("time/rollout", "time/reward", "time/update")
 
 # Errors whose words are for the user of the command.
 _TOLD = (
@@ -120,9 +119,7 @@ def train(
     state = None
     if config.updates not in saved.updates():
       state = _Run(config, path, saved, mesh).loop(stop)
-  update = config.updates
-  if state is not None:
-    update = int(state.update) // _steps(config)
+  update = config.updates if state is None else _updates(config, state)
   accuracy = metrics_lib.column(
       metrics_lib.read_rows(path / metrics_lib.FILENAME), "eval/accuracy"
   )
@@ -146,13 +143,7 @@ def load_model(config: ml_collections.ConfigDict) -> pretrained.Pretrained:
 def _make_mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   """The mesh of the config, checked against the batch."""
   mesh = sharding.make_mesh(config.mesh)
-  sizes = {
-      "config.rollout.prompts": config.rollout.prompts,
-      "config.loss.micro_rows": config.loss.micro_rows,
-      "config.kl.probe_responses": config.kl.probe_responses,
-  }
-  for name, size in sizes.items():
-    sharding.check_batch(name, size, mesh)
+  checks.check_mesh(config, mesh)
   return mesh
 
 
@@ -161,9 +152,9 @@ def _settings(config: ml_collections.ConfigDict) -> str:
   settings = config.copy_and_resolve_references().unlock()
   settings.optimizer.seed = 0  # In the state, and so is the learning rate.
   settings.optimizer.learning_rate = float(config.optimizer.learning_rate > 0)
-  for name in ("seed", "model", "updates", "task", "evaluate", "checkpoint"):
+  unread = ("seed", "model", "updates", "task", "evaluate", "checkpoint", "log")
+  for name in unread:
     del settings[name]
-  del settings["log"]
   return settings.to_json(sort_keys=True)
 
 
@@ -280,14 +271,10 @@ class _Run:
     """What a checkpoint holds."""
     return {**vars(self.state), "curriculum": self.curriculum}
 
-  def update(self) -> int:
-    """Updates done."""
-    return int(self.state.update) // _steps(self.config)
-
   def loop(self, stop: workdir_lib.Stop) -> learner.TrainState:
     """The algorithm; returns the state it ended with."""
     config = self.config
-    update = self.update()
+    update = _updates(config, self.state)
     writer = metrics_lib.MetricsWriter(
         self.path,
         resume_at=update,
@@ -320,7 +307,7 @@ class _Run:
         metrics |= collected.metrics | metrics_lib.memory_peaks()
         metrics["train/compilations"] = self.compiled.count
         row = writer.write(update, metrics)
-        bar.show(update, row, sum(row[name] for name in PHASES))
+        bar.show(update, row, sum(row[name] for name in _PHASES))
         watch.observe(update, row, steps)
         last, score = update == config.updates, None
         if last or update % config.evaluate.every == 0:
@@ -457,6 +444,13 @@ def _steps(config: ml_collections.ConfigDict) -> int:
   return config.loss.epochs * config.loss.minibatches
 
 
+def _updates(
+    config: ml_collections.ConfigDict, state: learner.TrainState
+) -> int:
+  """Updates that a state has seen."""
+  return int(state.update) // _steps(config)
+
+
 def _prepares(config: ml_collections.ConfigDict) -> bool:
   """Whether the trainer's own log-probs are needed before the first step."""
   c = config.loss
@@ -512,7 +506,7 @@ def _report(
         f" {accuracy[1][-1]:.3f} after {accuracy[0][-1]} updates"
     )
   if metrics_lib.column(rows, "train/reward")[0]:
-    seconds = sum(sum(metrics_lib.column(rows, name)[1]) for name in PHASES)
+    seconds = sum(sum(metrics_lib.column(rows, name)[1]) for name in _PHASES)
     progress.say(f"training:   {seconds / 60:.1f} minutes in all")
     progress.say(f"picture:    {plots.draw_run(path)}")
   progress.say(f"metrics:    {path / metrics_lib.FILENAME}")

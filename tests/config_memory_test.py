@@ -7,7 +7,7 @@ import pathlib
 import jax
 import pytest
 
-from experiments import checks, config_memory, models, sharding
+from experiments import checks, config_memory, device_check, models, sharding
 from experiments.configs import quickstart, tiny
 from experiments.tasks import grammar
 
@@ -16,17 +16,6 @@ MODELS = {
     "qwen2_5_math_1_5b": "qwen2.5-1.5b",
     "qwen2_5_7b": "qwen2.5-7b",
     "qwen2_5_32b": "qwen2.5-32b",
-}
-TINY = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "max_position_embeddings": 128,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 256,
 }
 
 
@@ -119,7 +108,7 @@ def test_what_a_cache_takes_of_a_device(mesh, devices):
 
 @pytest.mark.slow
 def test_a_measured_config(tmp_path):
-  (tmp_path / "config.json").write_text(json.dumps(TINY))
+  (tmp_path / "config.json").write_text(json.dumps(device_check.SMALL_MODEL))
   out = tmp_path / "found" / "out.json"
   config = tiny.get_config().unlock()
   config.kl.enabled = False  # Less to compile.

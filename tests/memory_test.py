@@ -10,7 +10,7 @@ import sys
 import jax
 import pytest
 
-from experiments import memory, models, planner, sharding
+from experiments import device_check, memory, models, planner, sharding
 from experiments.planner import Request
 
 needs_libtpu = pytest.mark.skipif(
@@ -18,24 +18,13 @@ needs_libtpu = pytest.mark.skipif(
     reason="libtpu is not installed (the extra 'tpu')",
 )
 GIB = 2**30
-TINY = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "max_position_embeddings": 128,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 256,
-}
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
   """A Hugging Face directory without weights."""
   folder = tmp_path_factory.mktemp("tiny")
-  (folder / "config.json").write_text(json.dumps(TINY))
+  (folder / "config.json").write_text(json.dumps(device_check.SMALL_MODEL))
   return str(folder)
 
 

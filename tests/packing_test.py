@@ -43,13 +43,15 @@ def model():
   return decoder.Decoder(loaded.config), loaded.params
 
 
-def pack(rollout, row_tokens, micro_rows=2, keep=None, group=GROUP):
+def pack(
+    rollout, row_tokens, micro_rows=2, keep=None, group=GROUP, n_new=N_NEW
+):
   keep = np.ones(len(rollout.tokens), bool) if keep is None else keep
   return packing.pack(
       rollout,
       keep,
       group_size=group,
-      n_new=N_NEW,
+      n_new=n_new,
       row_tokens=row_tokens,
       micro_rows=micro_rows,
   )
@@ -188,14 +190,7 @@ def test_many_responses_are_packed_with_little_padding():
   rng = np.random.default_rng(0)
   lengths = np.minimum(rng.geometric(1 / 60, 64 * 8), 512)
   rollout = make_rollout(lengths, rng.integers(20, 100, 64), 128, 512)
-  packed = packing.pack(
-      rollout,
-      np.ones(512, bool),
-      group_size=8,
-      n_new=512,
-      row_tokens=1024,
-      micro_rows=4,
-  )
+  packed = pack(rollout, 1024, micro_rows=4, group=8, n_new=512)
   assert packed.padding < 0.05
   unpacked = 1 - lengths.sum() / (512 * 512)
   assert unpacked > 0.8
@@ -205,14 +200,7 @@ def test_many_responses_are_packed_with_little_padding():
 def test_a_small_batch_is_packed_with_little_padding(length):
   """Groups of 108 or 180 tokens in rows of 192."""
   rollout = make_rollout([length] * 64, [60] * 8, 72, 24)
-  packed = packing.pack(
-      rollout,
-      np.ones(64, bool),
-      group_size=8,
-      n_new=24,
-      row_tokens=192,
-      micro_rows=1,
-  )
+  packed = pack(rollout, 192, micro_rows=1, group=8, n_new=24)
   assert packed.padding < 0.15
   assert packed.count <= 8 and packed.rows.target_mask.sum() == 64 * length
 

@@ -42,10 +42,9 @@ def test_parts_and_weights(workers):
   total = total + 0.2 * np.asarray(parts["short"])
   np.testing.assert_allclose(scores.total, total, rtol=1e-6)
   assert scores.total.dtype == np.float32 and scores.total.shape == (4,)
-  metrics = scores.metrics()
-  assert metrics["rollout/reward_correctness"] == 0.5
-  assert metrics["rollout/reward_errors"] == 0
-  assert metrics["rollout/reward_timeouts"] == 0
+  assert scores.parts["correctness"].mean() == 0.5
+  assert scores.errors == 0
+  assert scores.timeouts == 0
 
 
 def test_what_goes_wrong_costs_its_response_only(capfd):

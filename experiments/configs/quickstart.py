@@ -45,18 +45,7 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout = _rollout()
   c.loss = _loss()
   c.optimizer = _optimizer()
-
-  # KL(old || new) that one update may cost, in nats per generated token:
-  # a cosine from budget to final_budget, constant where they are equal.
-  c.kl = ml_collections.ConfigDict()
-  c.kl.enabled = True  # False: steps of the learning rate, as they are.
-  c.kl.budget = 2e-3
-  c.kl.final_budget = 2e-3
-  c.kl.anneal_updates = 300
-  c.kl.alpha_max = 3.0
-  c.kl.probe_responses = 4
-  c.kl.measure = True  # Also the KL of the step taken, after the merge.
-  c.kl.mismatch = False  # Take the gap of sampler and trainer off the budget.
+  c.kl = _kl()
 
   c.evaluate = ml_collections.ConfigDict()
   c.evaluate.every = 10  # Updates; also before the first and after the last.
@@ -164,4 +153,20 @@ def _optimizer() -> ml_collections.ConfigDict:
   # Of the sketches: 'row_adam' or 'norm_preserving' (both published), 'adam'
   # (fixed basis only) or 'none'.
   c.preconditioner = "row_adam"
+  return c
+
+
+def _kl() -> ml_collections.ConfigDict:
+  """How far an update may move the policy."""
+  c = ml_collections.ConfigDict()
+  # KL(old || new) that one update may cost, in nats per generated token:
+  # a cosine from budget to final_budget, constant where they are equal.
+  c.enabled = True  # False: steps of the learning rate, as they are.
+  c.budget = 2e-3
+  c.final_budget = 2e-3
+  c.anneal_updates = 300
+  c.alpha_max = 3.0
+  c.probe_responses = 4
+  c.measure = True  # Also the KL of the step taken, after the merge.
+  c.mismatch = False  # Take the gap of sampler and trainer off the budget.
   return c

@@ -50,17 +50,6 @@ class Scores(NamedTuple):
   errors: int
   problems: tuple[str, ...]
 
-  def metrics(self) -> dict[str, float]:
-    """Means of the parts, and counts of what went wrong, by metric name."""
-    means = {
-        f"rollout/reward_{name}": float(values.mean()) if values.size else 0.0
-        for name, values in self.parts.items()
-    }
-    return means | {
-        "rollout/reward_timeouts": float(self.timeouts),
-        "rollout/reward_errors": float(self.errors),
-    }
-
 
 class RewardWorkers:
   """Scores responses by a reward; a context manager that ends its processes.

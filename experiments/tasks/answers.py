@@ -171,16 +171,27 @@ def _verifier(text, boxed):
   return "math" if boxed or re.search(r"[\d=+*/<>]", text) else "text"
 
 
+def boxed(text: str) -> str | None:
+  r"""What is in the last `\boxed{...}` that is closed, or None."""
+  place = _box(text)
+  return None if place is None else text[place]
+
+
+def _box(text) -> slice | None:
+  """Where the content of the last box is."""
+  opened = [match.end() - 1 for match in _BOXED.finditer(text)]
+  closed = _closing_braces(text) if opened else {}
+  places = [slice(b + 1, closed[b]) for b in opened if b in closed]
+  return places[-1] if places else None
+
+
 def _marked(text) -> _Marked | None:
   """The last marked answer of a text."""
   start, best = -1, None
-  opened = [match.end() - 1 for match in _BOXED.finditer(text)]
-  closed = _closing_braces(text) if opened else {}
-  for brace in opened:
-    if brace in closed:
-      end = closed[brace]
-      start = brace
-      best = _Marked(text[brace + 1 : end], text[end + 1 :], True)
+  place = _box(text)
+  if place is not None:
+    start = place.start - 1
+    best = _Marked(text[place], text[place.stop + 1 :], True)
   at = text.rfind("####")
   if at > start:
     line, newline, rest = text[at + 4 :].partition("\n")
