@@ -13,7 +13,7 @@ import pathlib
 import sys
 from typing import Any
 
-from absl import app, flags, logging
+from absl import app, flags
 import jax
 import numpy as np
 
@@ -176,7 +176,8 @@ def collect(
   if workers is None:
     rewards = tasks.checked_rewards(task, repeated, completions)
   else:
-    rewards = _correctness(workers.score(repeated, completions))
+    scores = workers.score(repeated, completions)
+    rewards = scores.parts.get("correctness", scores.total)
   lengths = np.sum(rollout.completion_mask, axis=1)
   texts = [tokenizer.decode(ids, skip_special=False) for ids in prompts]
   return [
@@ -190,18 +191,6 @@ def collect(
       )
       for row, completion in enumerate(completions)
   ]
-
-
-def _correctness(scores):
-  """Rewards `[B]` for evaluation; warns of functions that fail."""
-  if scores.timeouts or scores.errors:
-    logging.warning(
-        "%d responses ran into the time limit of rewards and %d failed: %s",
-        scores.timeouts,
-        scores.errors,
-        "; ".join(scores.problems),
-    )
-  return scores.parts.get("correctness", scores.total)
 
 
 def _check_lengths(prompts, limit):
@@ -276,12 +265,10 @@ def _by_problem(groups, ks, correct_at):
 
 
 def evaluate(
-    model: decoder.Decoder,
-    params: PyTree,
+    sampler: samplers.Sampler,
     tokenizer: Tokenizer,
     task: tasks.Task,
     *,
-    max_prompt_tokens: int,
     max_new_tokens: int,
     max_prompts: int,
     workers: rewards_lib.RewardWorkers | None = None,
@@ -289,11 +276,9 @@ def evaluate(
   """Decodes greedily and asks the task for rewards.
 
   Args:
-    model: the decoder.
-    params: its parameters.
+    sampler: what answers.
     tokenizer: the model's tokenizer.
     task: whose held-out examples are used.
-    max_prompt_tokens: length that prompts are padded to.
     max_new_tokens: limit of a completion in tokens.
     max_prompts: how many of the held-out examples, at most.
     workers: see `collect`.
@@ -303,15 +288,8 @@ def evaluate(
     and `finished` (fraction that ended by themselves); and every sample.
 
   Raises:
-    ValueError: a prompt is longer than `max_prompt_tokens`.
+    ValueError: a prompt is too long for the sampler.
   """
-  sampler = samplers.LocalSampler(
-      model,
-      params,
-      tokenizer,
-      max_prompt_tokens=max_prompt_tokens,
-      slots=_SLOTS,
-  )
   samples = collect(
       sampler,
       tokenizer,

@@ -1,8 +1,9 @@
 """The optimizers that a config can name, each with or without a KL budget.
 
 An optimizer is an ordinary optax chain: a direction, the learning rate, and
-`logra_jax.kl_budget` as the last link. All of them train the same seven
-projections of every layer; everything else is frozen, or trained by Adam.
+`logra_jax.kl_budget` as the last link, or around the others. All of them train
+the same seven projections of every layer; everything else is frozen, or trained
+by Adam.
 """
 
 from collections.abc import Callable
@@ -44,12 +45,16 @@ def make_optimizer(
   rate = optax.inject_hyperparams(optax.scale_by_learning_rate)
   # With an update ratio the direction already has its size.
   links = [OPTIMIZERS[c.name](c), rate(learning_rate=c.learning_rate or 1.0)]
-  budget = logra_jax.kl_budget(
-      _budget(config.kl), alpha_max=config.kl.alpha_max
+  budget = functools.partial(
+      logra_jax.kl_budget, _budget(config.kl), alpha_max=config.kl.alpha_max
   )
-  if config.kl.enabled:
-    links.append(budget)
-  return optax.chain(*links)
+  if not config.kl.enabled:
+    return optax.chain(*links)
+  if c.name == "logra":
+    return optax.chain(*links, budget())
+  # Moments are as they were after a step that is skipped; `sketch` sees to its
+  # own.
+  return budget(optax.chain(*links))
 
 
 def skips_by_itself(config: ml_collections.ConfigDict) -> bool:

@@ -376,12 +376,14 @@ class _Run:
     """Writes held-out metrics to the record; returns the accuracy."""
     start = time.perf_counter()
     with guards.advise_on_memory("evaluate"):
+      # These weights, whoever else may sample; no more rows than a rollout has.
+      sampler = _local_sampler(
+          self.config, self.model, self.state.params, self.tokenizer
+      )
       found, _ = evaluate.evaluate(
-          self.model,
-          self.state.params,
+          sampler,
           self.tokenizer,
           self.task,
-          max_prompt_tokens=self.config.rollout.max_prompt_tokens,
           max_new_tokens=self.config.rollout.max_new_tokens,
           max_prompts=self.config.evaluate.prompts,
           workers=self.scorer,
@@ -472,14 +474,7 @@ def make_sampler(
   """The sampler of a run: this process, or `config.rollout.server`."""
   c = config.rollout
   if not c.server:
-    return samplers.LocalSampler(
-        model,
-        params,
-        tokenizer,
-        max_prompt_tokens=c.max_prompt_tokens,
-        slots=c.slots,
-        cache_dtype=c.cache_dtype or None,
-    )
+    return _local_sampler(config, model, params, tokenizer)
   sync = None
   if c.server_sync:
     sync = openai_sampler.sync_by_directory(
@@ -491,6 +486,19 @@ def make_sampler(
       tokenizer,
       max_prompt_tokens=c.max_prompt_tokens,
       sync=sync,
+  )
+
+
+def _local_sampler(config, model, params, tokenizer):
+  """Samples in this process, with the KV cache that `_summary` states."""
+  c = config.rollout
+  return samplers.LocalSampler(
+      model,
+      params,
+      tokenizer,
+      max_prompt_tokens=c.max_prompt_tokens,
+      slots=c.slots or c.prompts * c.responses,
+      cache_dtype=c.cache_dtype or None,
   )
 
 

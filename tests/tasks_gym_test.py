@@ -105,6 +105,35 @@ def test_options_in_the_name():
   assert pickle.loads(pickle.dumps(task)).name == name
 
 
+def test_what_is_put_below_a_question():
+  def prompt(options):
+    task = tasks.make_task(f"reasoning_gym:gcd?heldout_size=2{options}", 0)
+    task = pickle.loads(pickle.dumps(task))
+    (message,) = task.heldout()[0].prompt
+    return message["content"].split("\n\n")
+
+  question, usual = prompt("")
+  assert "<answer>" in usual
+  assert prompt('&instruction="Be brief."') == [question, "Be brief."]
+  assert prompt('&instruction=""') == [question]
+
+
+def test_a_verifier_in_place_of_the_scorer():
+  name = 'reasoning_gym:products?max_digits=1&verifier="number"'
+  task = tasks.make_task(name, 0, heldout_size=2)
+  task = pickle.loads(pickle.dumps(task))
+  example = task.train(3)
+  right = int(_entry(example)["answer"])
+  usual = tasks.make_task("reasoning_gym:products?max_digits=1", 0)
+  sentence = f"It is {right}."
+  assert 0 < usual.reward(example, sentence) < 1
+  assert task.reward(example, sentence) == 1.0
+  assert task.reward(example, f"<answer>{right}.0</answer> of 7") == 1.0
+  assert task.reward(example, f"{right}, or {right + 1}") == 0.0
+  assert task.reward(example, f"{right} #### {right + 1}") == 0.0
+  assert task.reward(example, "") == 0.0
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -112,6 +141,9 @@ def test_options_in_the_name():
         ("gcd?max_valu=3", "option of reasoning_gym:gcd .*'max_value'"),
         ("gcd?seed=3", "the seed is not an option"),
         ("gcd?size=3", "unknown option of reasoning_gym:gcd 'size'"),
+        ("gcd?instruction=3", "instruction must be a string, got 3"),
+        ('gcd?verifier="numbers"', "verifier 'numbers'; did you mean"),
+        ('syllogism?verifier="number"', "cannot compare .*is not a number"),
         ("gcd?max_value=-3", "reasoning_gym:gcd refuses .*-3"),
         ('gcd?max_value="a"', "reasoning_gym:gcd refuses .*'a'"),
         ("composite", "is a mixture: write the sum"),

@@ -18,6 +18,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+from absl import logging
 import numpy as np
 
 from experiments.rewards import parts, worker
@@ -25,6 +26,8 @@ from experiments.tasks import base
 
 # Seconds in which a process must be ready: imports on a busy machine.
 _START_LIMIT = 180.0
+# Different failures that are put in words; a run may have one per response.
+_KINDS_TOLD = 20
 # Not `multiprocessing`: it would import the main program again, with JAX.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[3:];"
@@ -41,14 +44,12 @@ class Scores(NamedTuple):
     parts: `[B]` float32 of each part by name, not weighted.
     timeouts: responses that ran into the time limit; all their parts are 0.
     errors: responses whose function raised or ended the process; likewise.
-    problems: the different things that went wrong, in words; at most 5.
   """
 
   total: np.ndarray
   parts: dict[str, np.ndarray]
   timeouts: int
   errors: int
-  problems: tuple[str, ...]
 
 
 class RewardWorkers:
@@ -86,6 +87,7 @@ class RewardWorkers:
     self._count = workers
     self._timeout = float(timeout)
     self._processes: list[_Process] = []
+    self._told: set[str] = set()
     if workers:
       try:
         self._pickled = pickle.dumps(self.rewards)
@@ -141,14 +143,13 @@ class RewardWorkers:
     names = self.rewards.names
     values = np.zeros((len(items), len(names)), np.float64)
     counts = collections.Counter(kind for kind, _ in answers)
-    problems = []
     for i, (kind, content) in enumerate(answers):
       if kind == worker.VALUES:
         values[i] = content
       elif kind == worker.BAD:
         raise ValueError(f"{content}, at index {i}, for {items[i][1]!r}")
       else:
-        problems.append(content)
+        self._tell(content)
     return Scores(
         total=(values @ np.asarray(self.rewards.weights)).astype(np.float32),
         parts={
@@ -157,8 +158,13 @@ class RewardWorkers:
         },
         timeouts=counts[_TIMEOUT],
         errors=counts[worker.ERROR],
-        problems=tuple(dict.fromkeys(problems))[:5],
     )
+
+  def _tell(self, problem):
+    """Warns once of each kind of failure, of the first few kinds."""
+    if problem not in self._told and len(self._told) < _KINDS_TOLD:
+      self._told.add(problem)
+      logging.warning("a reward failed and counts as 0: %s", problem)
 
   def _score_elsewhere(self, items):
     """The answer to each item, from the processes."""

@@ -20,6 +20,7 @@ import re
 from typing import Any, NamedTuple
 
 from experiments import extras
+from experiments.tasks import base
 
 # ASCII digits only, with thousands separators and decimals. A sign counts
 # unless a digit precedes it: "3-8" are the numbers 3 and 8.
@@ -151,6 +152,12 @@ def ends_in_answer(completion: str) -> bool:
     return False
   _, _, after = marked.rest.partition("\n")
   return not after.strip(_CLOSING)
+
+
+def check_verifier(verifier: str | None) -> None:
+  """Refuses the name of a verifier that does not exist; None is fine."""
+  if verifier is not None and verifier not in VERIFIERS:
+    raise ValueError(base.unknown("verifier", verifier, VERIFIERS))
 
 
 def prepare() -> None:

@@ -154,9 +154,23 @@ def check_heldout_size(size: Any) -> None:
     raise ValueError(f"heldout_size must be a positive int, got {size!r}")
 
 
+def check_instruction(instruction: Any) -> None:
+  """Refuses an instruction that is no text."""
+  if not isinstance(instruction, str):
+    raise ValueError(f"instruction must be a string, got {instruction!r}")
+
+
 def user(content: str) -> Messages:
   """A chat of one user message."""
   return [{"role": "user", "content": content}]
+
+
+def instruct(chat: Messages, instruction: str) -> Messages:
+  """The chat with an instruction below its last message; '' adds nothing."""
+  if not instruction:
+    return chat
+  *before, last = chat
+  return [*before, {**last, "content": f"{last['content']}\n\n{instruction}"}]
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

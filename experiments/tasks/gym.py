@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from experiments import extras
-from experiments.tasks import base
+from experiments.tasks import answers, base
 
 # Data sets are drawn in blocks: some of them prepare all their items when
 # created.
 _BLOCK = 10_000
+_OPTIONS = ("heldout_size", "instruction", "verifier")  # Besides the data set's own.
+INSTRUCTION = "Give the final answer between <answer> and </answer>."
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -24,7 +26,14 @@ class ReasoningGym(base.Task):
   """
 
   def __init__(
-      self, dataset: str, seed: int, *, heldout_size: int = 64, **config: Any
+      self,
+      dataset: str,
+      seed: int,
+      *,
+      heldout_size: int = 64,
+      instruction: str = INSTRUCTION,
+      verifier: str | None = None,
+      **config: Any,
   ):
     """See `make_task`.
 
@@ -32,13 +41,18 @@ class ReasoningGym(base.Task):
       dataset: its name in reasoning-gym.
       seed: content of the training examples.
       heldout_size: questions to hold out, at most.
+      instruction: put below each question; '' adds nothing.
+      verifier: compare answers as those of `Problems` instead of by the data
+        set's own scorer: `'number'`, `'math'` or `'text'`.
       **config: fields of the data set's configuration (`max_digits=2`, ...).
 
     Raises:
       ValueError: for an unknown data set or field, or a value that the data
-        set refuses.
+        set refuses, or answers that the verifier cannot compare.
     """
     base.check_heldout_size(heldout_size)
+    base.check_instruction(instruction)
+    answers.check_verifier(verifier)
     factory = extras.require("reasoning_gym.factory", "tasks")
     if dataset not in factory.DATASETS:
       raise ValueError(
@@ -51,7 +65,14 @@ class ReasoningGym(base.Task):
       )
     self.name = f"reasoning_gym:{dataset}"
     _check_fields(self.name, factory.DATASETS[dataset][1], config)
-    self._arguments = dataset, seed, heldout_size, config
+    options = {
+        "heldout_size": heldout_size,
+        "instruction": instruction,
+        "verifier": verifier,
+    }
+    self._arguments = dataset, seed, options | config
+    self._instruction = instruction
+    self._verifier = verifier
     self._create = functools.partial(factory.create_dataset, dataset, **config)
     self._seed = seed
     self._heldout_size = heldout_size
@@ -59,10 +80,14 @@ class ReasoningGym(base.Task):
       self._held = self._create(seed=base.SPLIT_SEED, size=heldout_size)
     except (AssertionError, TypeError, ValueError) as error:
       raise ValueError(f"{self.name} refuses {config}: {error}") from error
+    if verifier is not None:
+      self.heldout()  # Raises where answers are of another kind.
+    if verifier == "math":
+      answers.prepare()  # Not within the time limit of the first response.
 
   def __reduce__(self):
-    dataset, seed, heldout_size, config = self._arguments
-    make = functools.partial(type(self), heldout_size=heldout_size, **config)
+    dataset, seed, options = self._arguments
+    make = functools.partial(type(self), **options)
     return make, (dataset, seed), {"name": self.name}
 
   def train(self, index: int) -> base.Example:
@@ -86,10 +111,15 @@ class ReasoningGym(base.Task):
     return [self._example(entry) for entry in self._heldout.values()]
 
   def reward(self, example: base.Example, completion: str) -> float:
-    """The data set's own score; 0 where the scorer fails on the response."""
+    """The data set's own score; 0 where the scorer fails on the response.
+
+    With a verifier 1 for an equal answer, else 0.
+    """
     entry = example.columns["entry"]
     tagged = _TAGGED.findall(completion)
     answer = (tagged[-1] if tagged else completion).strip()
+    if self._verifier is not None:
+      return float(answers.same(answer, example.columns["right"]))
     try:
       return float(self._held.score_answer(answer, entry))
     except Exception:
@@ -125,12 +155,18 @@ class ReasoningGym(base.Task):
     return self._create(seed=int(mixed), size=_BLOCK)
 
   def _example(self, entry):
-    instruction = "Give the final answer between <answer> and </answer>."
-    return base.Example(
-        prompt=base.user(f"{entry['question']}\n\n{instruction}"),
-        columns={"entry": entry},
-        task=self.name,
-    )
+    columns = {"entry": entry}
+    if self._verifier is not None:
+      try:
+        right = answers.parse(str(entry["answer"]), self._verifier)
+      except ValueError as error:
+        raise ValueError(
+            f"{self.name}: verifier={self._verifier!r} cannot compare answers"
+            f" to {entry['question'][:80]!r}: {error}"
+        ) from error
+      columns["right"] = right
+    prompt = base.instruct(base.user(entry["question"]), self._instruction)
+    return base.Example(prompt, columns, self.name)
 
 
 def _check_fields(name, config_class, config):
@@ -140,5 +176,5 @@ def _check_fields(name, config_class, config):
   for key in config:
     if key not in known:
       raise ValueError(
-          base.unknown(f"option of {name}", key, {*known, "heldout_size"})
+          base.unknown(f"option of {name}", key, {*known, *_OPTIONS})
       )

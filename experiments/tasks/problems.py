@@ -56,10 +56,8 @@ class Problems(base.Task):
         parses (named by where it is from), or fewer than two different prompts.
     """
     base.check_heldout_size(heldout_size)
-    if verifier is not None and verifier not in answers.VERIFIERS:
-      raise ValueError(base.unknown("verifier", verifier, answers.VERIFIERS))
-    if not isinstance(instruction, str):
-      raise ValueError(f"instruction must be a string, got {instruction!r}")
+    answers.check_verifier(verifier)
+    base.check_instruction(instruction)
     self.name = name
     self._seed = seed
     parts = _by_prompt(rows, instruction, verifier)
@@ -219,10 +217,7 @@ def _example(where, row, instruction, verifier):
         f"{where}: {prompt_field!r} must be a non-empty string or a list of "
         f"{{'role': ..., 'content': ...}}, got {prompt!r}"
     )
-  if instruction:
-    *before, last = prompt
-    content = f"{last['content']}\n\n{instruction}"
-    prompt = [*before, {**last, "content": content}]
+  prompt = base.instruct(prompt, instruction)
   if isinstance(answer, bool) or not isinstance(answer, str | int | float):
     raise ValueError(
         f"{where}: {answer_field!r} must be a string or a number, got "
