@@ -13,7 +13,7 @@ import pathlib
 import sys
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 import jax
 import numpy as np
 
@@ -399,6 +399,7 @@ def _write(names, metrics, samples):
 
 
 def main(names: flags.FlagValues) -> None:
+  logging.set_verbosity(logging.WARNING)  # Orbax tells every step it takes.
   try:
     metrics, samples = _run(names)
   except _FAILURES as error:

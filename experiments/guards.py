@@ -225,14 +225,18 @@ class CompileCounter:
     seconds: that the compiler took for them.
   """
 
-  def __init__(self, *, settle: int = 10):
-    """From the update after `settle` ones on, compiling is worth a warning."""
+  def __init__(self, *, settle: int = 10, late: int = 3):
+    """`late` updates that compile, after the first `settle`, are a warning.
+
+    One or two are not: a rollout has programs for fewer slots, each compiled
+    when it is first needed.
+    """
     self.count = 0
     self.seconds = 0.0
     self._settle = settle
+    self._late = late
     self._updates = 0
     self._seen = 0
-    self._warned = False
 
   def __enter__(self) -> "CompileCounter":
     jax.monitoring.register_event_duration_secs_listener(self._listen)
@@ -259,13 +263,15 @@ class CompileCounter:
     """Call after each update; a warning where it was compiled for, once."""
     self._updates += 1
     new, self._seen = self.count - self._seen, self.count
-    if self._updates <= self._settle or not new or self._warned:
+    if self._updates <= self._settle or not new:
       return None
-    self._warned = True
+    self._late -= 1
+    if self._late:
+      return None
     return (
         f"{new} programs compiled in the {self._updates}th update since the"
-        " start: shapes still change from update to update, which costs"
-        f" {self.seconds / self.count:.1f} s each"
+        " start, and not for the first time so late: shapes still change from"
+        f" update to update, which costs {self.seconds / self.count:.1f} s each"
     )
 
 

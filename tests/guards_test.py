@@ -161,22 +161,22 @@ def test_numbers_that_are_missing_are_left_out():
 
 def test_compilations_are_counted_and_late_ones_told_once():
   square = jax.jit(lambda x: x * x)
-  with guards.CompileCounter(settle=2) as counter:
+  with guards.CompileCounter(settle=2, late=2) as counter:
     told = []
-    for size in (3, 4, 4, 5, 6):  # The third is compiled already.
+    for size in (3, 4, 4, 5, 6, 8):  # The third is compiled already.
       square(np.ones(size, np.float32)).block_until_ready()
       told.append(counter.observe())
-  assert counter.count == 4
+  assert counter.count == 5
   assert counter.seconds > 0
-  assert [text is not None for text in told] == [False] * 3 + [True, False]
-  assert told[3].startswith("1 programs compiled in the 4th update")
+  assert [text is not None for text in told] == [False] * 4 + [True, False]
+  assert told[4].startswith("1 programs compiled in the 5th update")
   square(np.ones(7, np.float32))  # After it: not counted.
-  assert counter.count == 4
+  assert counter.count == 5
 
 
 def test_what_is_expected_to_compile_is_not_told():
   cube = jax.jit(lambda x: x * x * x)
-  with guards.CompileCounter(settle=0) as counter:
+  with guards.CompileCounter(settle=0, late=1) as counter:
     with counter.expected():
       cube(np.ones(3, np.float32))
     assert counter.observe() is None
