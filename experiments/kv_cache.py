@@ -4,6 +4,7 @@ Axis letters: L layers, B sequences, M slots of a sequence, K key-value heads,
 H features per head, S new tokens.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -17,9 +18,9 @@ from experiments.products import float32_product
 # A masked score. Finite, so that a row with nothing to attend to (padding) is
 # uniform and not NaN.
 MASKED = -1e30
-# A token's attention reads the cache in at most so many parts, of at least so
-# many slots.
-_PARTS, _LEAST = 8, 64
+# The part of the cache that a token's attention reads is one of at most so many
+# widths, of so many slots or more.
+_WIDTHS, _LEAST = 8, 16
 
 
 class Place(NamedTuple):
@@ -203,9 +204,8 @@ def attend(
 ) -> jax.Array:
   """Attention of one new token per sequence, to the part of the cache in use.
 
-  Slots are read in parts, with a running maximum and sum (online softmax,
-  Milakov and Gimelshein, 2018): a part is converted to floats and forgotten,
-  and parts that no token sees are not read.
+  What is read is a window from the first slot that any token sees, of the least
+  of a few compiled widths that reaches the last one.
 
   Args:
     cache: with the new token written.
@@ -220,44 +220,23 @@ def attend(
   batch, _, heads, size = q.shape
   kv_heads, length = cache.v.shape[2], mask.shape[-1]
   grouped = q.reshape(batch, kv_heads, heads // kv_heads, size)
-  n_parts = min(max(length // _LEAST, 1), _PARTS)
-  width = -(-length // n_parts)
 
-  def scores(i):
-    """Scores `[B, K, G, width]` and values `[B, K, width, H]` of a part."""
-    # The last part may reach back into the one before it.
-    start = jnp.minimum(i * width, length - width)
+  def attend_to(width):
+    start = jnp.minimum(where.first, length - width)
     k, v = read(cache, layer, width, q.dtype, start)
-    part = jax.lax.dynamic_slice_in_dim(mask[:, 0], start, width, axis=1)
-    part &= start + jnp.arange(width) >= i * width
-    product = float32_product("bkgh,bkhm->bkgm", grouped, k)
-    return jnp.where(part[:, None, None], product * size**-0.5, MASKED), v
+    seen = jax.lax.dynamic_slice_in_dim(mask[:, 0], start, width, axis=1)
+    scores = float32_product("bkgh,bkhm->bkgm", grouped, k) * size**-0.5
+    scores = jnp.where(seen[:, None, None], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgm,bkmh->bkgh", weights, v)
 
-  def weigh(weights, v):
-    return jnp.einsum("bkgm,bkmh->bkgh", weights.astype(v.dtype), v)
-
-  if n_parts == 1:
-    product, v = scores(0)
-    out = weigh(jax.nn.softmax(product, axis=-1), v)
-    return out.reshape(batch, 1, heads * size)
-
-  def part(i, carry):
-    largest, total, out = carry
-    product, v = scores(i)
-    new = jnp.maximum(largest, jnp.max(product, axis=-1))
-    weights, shrink = jnp.exp(product - new[..., None]), jnp.exp(largest - new)
-    total = total * shrink + jnp.sum(weights, axis=-1)
-    return new, total, out * shrink[..., None] + weigh(weights, v)
-
-  shape = grouped.shape
-  start = (
-      jnp.full(shape[:-1], MASKED, jnp.float32),
-      jnp.zeros(shape[:-1], jnp.float32),
-      jnp.zeros(shape, jnp.float32),
+  n_widths = min(max(length // _LEAST, 1), _WIDTHS)
+  unit = -(-length // n_widths)
+  widths = [min(unit * (i + 1), length) for i in range(n_widths)]
+  out = jax.lax.switch(
+      (where.last - where.first - 1) // unit,
+      [functools.partial(attend_to, width) for width in widths],
   )
-  first, last = where.first // width, -(-where.last // width)
-  _, total, out = jax.lax.fori_loop(first, last, part, start)
-  out = (out / total[..., None]).astype(q.dtype)
   return out.reshape(batch, 1, heads * size)
 
 

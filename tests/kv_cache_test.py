@@ -71,9 +71,9 @@ def softmax(x):
   return e / e.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("length", [40, 256, 257, 300])
-def test_attention_in_parts_is_attention(length):
-  """One part, two, and two that overlap; the last rows see few slots."""
+@pytest.mark.parametrize("length", [12, 40, 256, 257, 300])
+def test_attention_to_a_window_is_attention(length):
+  """One width, two, and eight; the last rows see few slots."""
   rng = np.random.default_rng(length)
   normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
   k, v, q = normal(3, length, 2, 8), normal(3, length, 2, 8), normal(3, 1, 4, 8)
@@ -98,12 +98,13 @@ def test_attention_in_parts_is_attention(length):
     return np.einsum("bhm,bmhd->bhd", weights, v).reshape(3, 1, 32)
 
   np.testing.assert_allclose(run(cache, mask), expected(mask), atol=1e-5)
-  # What is seen lies in the second part alone.
-  late = mask.copy()
-  late[:, :, : length // 2 + 2] = False
-  late[:, :, length * 3 // 4] = True
-  np.testing.assert_allclose(run(cache, late), expected(late), atol=1e-5)
-  assert kv_cache.place(0, late).first > length // 2
+  # Windows of all widths, from the beginning and up to the end.
+  for part in (0.0, 0.1, 0.25, 0.5, 0.8):
+    for seen in (slice(int(part * length), None), slice(length // 3)):
+      some = np.zeros_like(mask)
+      some[:, :, seen] = mask[:, :, seen]
+      some[:, :, int(part * length)] = True
+      np.testing.assert_allclose(run(cache, some), expected(some), atol=1e-5)
 
 
 def test_attention_to_an_int8_cache_is_close():
