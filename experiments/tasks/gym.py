@@ -13,7 +13,8 @@ from experiments.tasks import answers, base
 # Data sets are drawn in blocks: some of them prepare all their items when
 # created.
 _BLOCK = 10_000
-_OPTIONS = ("heldout_size", "instruction", "verifier")  # Besides the data set's own.
+# Beside the fields of the data set's configuration.
+_OPTIONS = ("heldout_size", "instruction", "verifier")
 INSTRUCTION = "Give the final answer between <answer> and </answer>."
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
