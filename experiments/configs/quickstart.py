@@ -107,8 +107,8 @@ def _loss() -> ml_collections.ConfigDict:
   c.clip_high = 0.2
   # Prompts and responses are packed into rows of this many tokens; of several
   # lengths, each compiled once, the one that leaves least empty is taken.
-  c.row_tokens = (140,)
-  c.micro_rows = 6  # Rows computed at once.
+  c.row_tokens = (256,)
+  c.micro_rows = 3  # Rows computed at once.
   c.chunk = 128  # Tokens whose logits are in memory at once.
   # Steps on a rollout: its prompts in so many parts, all of them so often.
   c.minibatches = 1
