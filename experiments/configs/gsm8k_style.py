@@ -5,8 +5,9 @@ its own words, and the last number that it gives counts, as in GSM8K.
 
 Command: python -m experiments.train \
     --config=experiments/configs/gsm8k_style.py --workdir=DIR
-Cost: COST
-Expected: EXPECTED
+Cost: 17 minutes of training on two CPU cores, 4 GB of memory.
+Expected: mean training reward from 0.25 to 0.75; pass@1 on held-out questions
+  from 0.23 to 0.62 or 0.75, by seed (docs/results/gsm8k_style).
 """
 
 import ml_collections
