@@ -56,24 +56,22 @@ def cache_bytes(
     config: a config like `configs/quickstart.py`.
     mesh: of `sharding.make_mesh`.
     evaluation: of an evaluation in place of a rollout: a response to each of
-      `evaluate.prompts`, all decoded at once, in the dtype of activations.
+      `evaluate.prompts`.
   """
   c = config.rollout
-  how: dict[str, Any] = {
-      "prompts": c.prompts,
-      "group_size": c.responses,
-      "slots": c.slots,
-      "cache_dtype": c.cache_dtype or None,
-  }
+  prompts, responses = c.prompts, c.responses
   if evaluation:
-    how = {"prompts": config.evaluate.prompts, "group_size": 1}
+    prompts, responses = config.evaluate.prompts, 1
+  slots = min(sampling.slots(c), prompts * responses)
   total = rollout.memory_bytes(
       architecture,
+      prompts=prompts,
+      group_size=responses,
       prompt_tokens=c.max_prompt_tokens,
       max_new_tokens=c.max_new_tokens,
-      **how,
+      slots=slots,
+      cache_dtype=c.cache_dtype or None,
   )
-  slots = how.get("slots") or how["prompts"] * how["group_size"]
   return _part(total, slots, architecture, mesh)
 
 
@@ -85,12 +83,6 @@ def _part(
   spec = sharding.spec(("batch", "heads"), whole, mesh)
   part = NamedSharding(mesh, spec).shard_shape(whole)
   return total * math.prod(part) // math.prod(whole)
-
-
-def _slots(config: ml_collections.ConfigDict) -> int:
-  """Responses decoded at once."""
-  c = config.rollout
-  return c.slots or c.prompts * c.responses
 
 
 def _sampling_bytes(
@@ -107,7 +99,7 @@ def _sampling_bytes(
   """
   c, dtype = config.rollout, config.rollout.cache_dtype or None
   length = c.max_prompt_tokens + decoding.circle(c.max_new_tokens)
-  n = _slots(config)
+  n = sampling.slots(c)
   of_slots = kv_cache.cache_bytes(architecture, n, length, dtype)
   beside = cache_bytes(architecture, config, mesh)
   beside -= _part(of_slots, n, architecture, mesh)
@@ -126,7 +118,7 @@ def _lower_decode(
     architecture: DecoderConfig, config: ml_collections.ConfigDict, mesh: Mesh
 ) -> jax.stages.Lowered:
   """A block of decoding from empty slots, ready to compile."""
-  c, n = config.rollout, _slots(config)
+  c, n = config.rollout, sampling.slots(config.rollout)
   state, _ = program.abstract_arguments(architecture, config, mesh)
   how = dataclasses.replace(sampling.of_config(c), temperature=1.0, stop=())
 

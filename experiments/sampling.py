@@ -95,6 +95,11 @@ def of_config(rollout: ml_collections.ConfigDict) -> Sampling:
   )
 
 
+def slots(rollout: ml_collections.ConfigDict) -> int:
+  """Responses that a run decodes at once, at most, of `config.rollout`."""
+  return rollout.slots or rollout.prompts * rollout.responses
+
+
 def _check_int(name, value, least):
   """Refuses what is no int of at least `least`."""
   if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -46,6 +46,7 @@ from experiments import (
     progress,
     rewards,
     samplers,
+    sampling,
     sharding,
     tasks,
     tiny,
@@ -497,7 +498,7 @@ def _local_sampler(config, model, params, tokenizer):
       params,
       tokenizer,
       max_prompt_tokens=c.max_prompt_tokens,
-      slots=c.slots or c.prompts * c.responses,
+      slots=sampling.slots(c),
       cache_dtype=c.cache_dtype or None,
   )
 

@@ -103,7 +103,11 @@ def test_what_a_cache_takes_of_a_device(mesh, devices):
   assert find(True) == (64 * 8 + 64 * 5) * token // devices
   config.rollout.cache_dtype = "int8"
   scales = 2 * 28 * 2 * 4
-  assert find(False) == 96 * 8 * (token // 4 + scales) // devices
+  small = token // 4 + scales
+  assert find(False) == 96 * 8 * small // devices
+  assert find(True) == (64 * 8 + 64 * 5) * small // devices
+  config.evaluate.prompts = 72  # As many as there are slots are read at once.
+  assert find(True) == (64 * 8 + 64 * 5) * small // devices
 
 
 @pytest.mark.slow

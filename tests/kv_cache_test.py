@@ -105,6 +105,14 @@ def test_attention_to_a_window_is_attention(length):
       some[:, :, seen] = mask[:, :, seen]
       some[:, :, int(part * length)] = True
       np.testing.assert_allclose(run(cache, some), expected(some), atol=1e-5)
+  # What is far from all that is seen is not read.
+  late = mask.copy()
+  late[:, :, : length // 2 + 2] = False
+  late[:, :, length * 3 // 4] = True
+  assert kv_cache.place(0, late).first > length // 2
+  rest = cache.replace(v=cache.v.at[:, :, :, : length // 4].set(np.nan))
+  if length > 100:
+    np.testing.assert_allclose(run(rest, late), expected(late), atol=1e-5)
 
 
 def test_attention_to_an_int8_cache_is_close():

@@ -32,5 +32,5 @@ def get_config() -> ml_collections.ConfigDict:
   c.rollout.slots = 128
   c.rollout.cache_dtype = "int8"
   c.kl.probe_responses = 16  # What the paper's eight data shards would have.
-  c.evaluate.prompts = 64  # Decoded at once, with a cache in bfloat16.
+  c.evaluate.prompts = 64
   return c.lock()

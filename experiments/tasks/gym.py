@@ -66,14 +66,8 @@ class ReasoningGym(base.Task):
       )
     self.name = f"reasoning_gym:{dataset}"
     _check_fields(self.name, factory.DATASETS[dataset][1], config)
-    options = {
-        "heldout_size": heldout_size,
-        "instruction": instruction,
-        "verifier": verifier,
-    }
-    self._arguments = dataset, seed, options | config
-    self._instruction = instruction
-    self._verifier = verifier
+    self._dataset, self._config = dataset, config
+    self._instruction, self._verifier = instruction, verifier
     self._create = functools.partial(factory.create_dataset, dataset, **config)
     self._seed = seed
     self._heldout_size = heldout_size
@@ -87,9 +81,14 @@ class ReasoningGym(base.Task):
       answers.prepare()  # Not within the time limit of the first response.
 
   def __reduce__(self):
-    dataset, seed, options = self._arguments
-    make = functools.partial(type(self), **options)
-    return make, (dataset, seed), {"name": self.name}
+    make = functools.partial(
+        type(self),
+        heldout_size=self._heldout_size,
+        instruction=self._instruction,
+        verifier=self._verifier,
+        **self._config,
+    )
+    return make, (self._dataset, self._seed), {"name": self.name}
 
   def train(self, index: int) -> base.Example:
     """The example at a position; a held-out question is drawn again."""
