@@ -18,9 +18,11 @@ from experiments.products import float32_product
 # A masked score. Finite, so that a row with nothing to attend to (padding) is
 # uniform and not NaN.
 MASKED = -1e30
-# The part of the cache that a token's attention reads is one of at most so many
-# widths, of so many slots or more.
-_WIDTHS, _LEAST = 8, 16
+# A token's attention reads a cache in steps of at most so many parts of its
+# slots, each of so many or more.
+_PARTS, _LEAST = 8, 16
+# Slots up to which they are read at once.
+_SHORT = 512
 
 
 class Place(NamedTuple):
@@ -204,8 +206,11 @@ def attend(
 ) -> jax.Array:
   """Attention of one new token per sequence, to the part of the cache in use.
 
-  What is read is a window from the first slot that any token sees, of the least
-  of a few compiled widths that reaches the last one.
+  A short cache is read as one window from the first slot that any token sees,
+  of the least of a few compiled widths that reaches the last one. Of a long one
+  the copies that each width needs would be large: it is read in parts, with a
+  running maximum and sum (online softmax, Milakov and Gimelshein, 2018), each
+  converted to floats and forgotten; parts that no token sees are not read.
 
   Args:
     cache: with the new token written.
@@ -221,22 +226,50 @@ def attend(
   kv_heads, length = cache.v.shape[2], mask.shape[-1]
   grouped = q.reshape(batch, kv_heads, heads // kv_heads, size)
 
-  def attend_to(width):
-    start = jnp.minimum(where.first, length - width)
+  n_parts = min(max(length // _LEAST, 1), _PARTS)
+  unit = -(-length // n_parts)
+
+  def scores(begin, width):
+    """Scores `[B, K, G, width]` and values `[B, K, width, H]` from a slot."""
+    # At the end what is read reaches back before `begin`.
+    start = jnp.minimum(begin, length - width)
     k, v = read(cache, layer, width, q.dtype, start)
     seen = jax.lax.dynamic_slice_in_dim(mask[:, 0], start, width, axis=1)
-    scores = float32_product("bkgh,bkhm->bkgm", grouped, k) * size**-0.5
-    scores = jnp.where(seen[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgm,bkmh->bkgh", weights, v)
+    seen &= start + jnp.arange(width) >= begin
+    product = float32_product("bkgh,bkhm->bkgm", grouped, k)
+    return jnp.where(seen[:, None, None], product * size**-0.5, MASKED), v
 
-  n_widths = min(max(length // _LEAST, 1), _WIDTHS)
-  unit = -(-length // n_widths)
-  widths = [min(unit * (i + 1), length) for i in range(n_widths)]
-  out = jax.lax.switch(
-      (where.last - where.first - 1) // unit,
-      [functools.partial(attend_to, width) for width in widths],
-  )
+  def weigh(weights, v):
+    return jnp.einsum("bkgm,bkmh->bkgh", weights.astype(v.dtype), v)
+
+  def window(width):
+    product, v = scores(where.first, width)
+    return weigh(jax.nn.softmax(product, axis=-1), v)
+
+  def part(i, carry):
+    largest, total, out = carry
+    product, v = scores(i * unit, unit)
+    new = jnp.maximum(largest, jnp.max(product, axis=-1))
+    weights, shrink = jnp.exp(product - new[..., None]), jnp.exp(largest - new)
+    total = total * shrink + jnp.sum(weights, axis=-1)
+    return new, total, out * shrink[..., None] + weigh(weights, v)
+
+  if length <= _SHORT:
+    widths = [min(unit * (i + 1), length) for i in range(n_parts)]
+    out = jax.lax.switch(
+        (where.last - where.first - 1) // unit,
+        [functools.partial(window, width) for width in widths],
+    )
+  else:
+    shape = grouped.shape
+    start = (
+        jnp.full(shape[:-1], MASKED, jnp.float32),
+        jnp.zeros(shape[:-1], jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+    )
+    first, last = where.first // unit, -(-where.last // unit)
+    _, total, out = jax.lax.fori_loop(first, last, part, start)
+    out = (out / total[..., None]).astype(q.dtype)
   return out.reshape(batch, 1, heads * size)
 
 

@@ -71,9 +71,9 @@ def softmax(x):
   return e / e.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("length", [12, 40, 256, 257, 300])
-def test_attention_to_a_window_is_attention(length):
-  """One width, two, and eight; the last rows see few slots."""
+@pytest.mark.parametrize("length", [12, 40, 257, 300, 512, 513, 600])
+def test_attention_to_what_is_seen_is_attention(length):
+  """Windows of one width, two, and eight, then parts; two rows see little."""
   rng = np.random.default_rng(length)
   normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
   k, v, q = normal(3, length, 2, 8), normal(3, length, 2, 8), normal(3, 1, 4, 8)
@@ -81,7 +81,7 @@ def test_attention_to_a_window_is_attention(length):
   mask[1, 0], mask[2, 0] = False, False
   mask[1, 0, length // 3] = mask[2, 0, -1] = True
   config = decoder.DecoderConfig(
-      **vars(CONFIG) | {"dtype": "float32", "max_length": 512}
+      **vars(CONFIG) | {"dtype": "float32", "max_length": 600}
   )
   cache = kv_cache.init_cache(config, 3, length)
   cache = kv_cache.write(cache, 1, 0, k, v)
@@ -98,7 +98,7 @@ def test_attention_to_a_window_is_attention(length):
     return np.einsum("bhm,bmhd->bhd", weights, v).reshape(3, 1, 32)
 
   np.testing.assert_allclose(run(cache, mask), expected(mask), atol=1e-5)
-  # Windows of all widths, from the beginning and up to the end.
+  # Of all widths, from the beginning and up to the end.
   for part in (0.0, 0.1, 0.25, 0.5, 0.8):
     for seen in (slice(int(part * length), None), slice(length // 3)):
       some = np.zeros_like(mask)

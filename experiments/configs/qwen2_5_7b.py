@@ -12,7 +12,7 @@ Cost: not run yet.
 Memory: GiB per device, compiled and not measured; columns as in
 docs/results/configs/README.md.
   devices      update  temporaries  sampling  cache  evaluation  device
-  h100:4         9.64         2.47     28.84  20.99       20.99   79.10
+  h100:4         9.64         2.47     28.62  20.99       20.99   79.10
   v5p:2x2x1     12.67         5.50     38.56  20.99       20.99   95.73
 Expected: not run yet.
 """

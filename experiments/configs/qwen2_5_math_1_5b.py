@@ -15,7 +15,7 @@ Cost: not run yet.
 Memory: GiB per device, compiled and not measured; columns as in
 docs/results/configs/README.md.
   devices      update  temporaries  sampling  cache  evaluation  device
-  h100:4         3.24         1.78     12.14  10.50       10.50   79.10
+  h100:4         3.24         1.78     12.08  10.50       10.50   79.10
   v5p:2x2x1      3.96         2.51     19.73  10.50       10.50   95.73
 Expected: not run yet.
 """
