@@ -12,8 +12,8 @@ Cost: not run yet.
 Memory: GiB per device, compiled and not measured; columns as in
 docs/results/configs/README.md.
   devices      update  temporaries  sampling  cache  evaluation  device
-  h100:8        11.91         4.20     20.13  12.37       12.00   79.10
-  v6e:2x4       13.01         5.31     28.26  12.37       12.00   31.24
+  h100:8        11.91         4.20     20.13  12.37        6.19   79.10
+  v6e:2x4       13.01         5.31     28.26  12.37        6.19   31.24
 Expected: not run yet.
 """
 
