@@ -71,4 +71,4 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(MODEL): | $(BIN)/python
-	@$(BIN)/python -m experiments.setup_model --out=$@
+	@$(BIN)/python -m experiments.models.download --out=$@

@@ -17,26 +17,23 @@ from absl import app, flags, logging
 import jax
 import numpy as np
 
-from experiments import (
-    checkpoints,
-    decoder,
-    passk,
-    samplers,
-    samples_page,
-    sharding,
-    statistics,
-    tasks,
-)
 from experiments import rewards as rewards_lib
-from experiments import rollout as rollout_lib
-from experiments.samples_page import Sample as Sample
-from experiments.sampling import Sampling
-from experiments.tokenizer import Tokenizer
+from experiments import tasks
+from experiments.evaluation import pass_at_k, samples_page
+from experiments.evaluation.samples_page import Sample as Sample
+from experiments.models import decoder
+from experiments.models.tokenizer import Tokenizer
+from experiments.parallel import sharding
+from experiments.reporting import intervals
+from experiments.rollouts import generate as generate_lib
+from experiments.rollouts import sampler as sampler_lib
+from experiments.rollouts.sampling import Sampling
+from experiments.runs import checkpoints
 
 PyTree = Any
 
 # Metrics by name, of one task.
-Metrics = dict[str, statistics.Interval]
+Metrics = dict[str, intervals.Interval]
 
 # A reward that is a sum of weighted parts misses its total by a rounding.
 _ROUNDING = 1e-5
@@ -59,7 +56,7 @@ def encode_prompts(
 
 
 def decode_completions(
-    tokenizer: Tokenizer, rollout: rollout_lib.Rollout
+    tokenizer: Tokenizer, rollout: generate_lib.Rollout
 ) -> list[str]:
   """The text of each row's generated tokens, special tokens left out."""
   tokens = np.asarray(rollout.tokens)
@@ -73,7 +70,7 @@ def decode_completions(
 def pair(
     tokenizer: Tokenizer,
     examples: Sequence[tasks.Example],
-    rollout: rollout_lib.Rollout,
+    rollout: generate_lib.Rollout,
 ) -> tuple[list[tasks.Example], list[str]]:
   """Each response's example, and its text; those of an example are adjacent."""
   completions = decode_completions(tokenizer, rollout)
@@ -92,7 +89,7 @@ def respond(
     max_new_tokens: int,
     temperature: float,
     group_size: int = 1,
-) -> rollout_lib.Rollout:
+) -> generate_lib.Rollout:
   """Responses to the examples' prompts; arguments as for `rollout.generate`.
 
   Args:
@@ -112,7 +109,7 @@ def respond(
   Raises:
     ValueError: a prompt is longer than `max_prompt_tokens`.
   """
-  sampler = samplers.LocalSampler(
+  sampler = sampler_lib.LocalSampler(
       model, params, tokenizer, max_prompt_tokens=max_prompt_tokens
   )
   return sampler.sample(
@@ -127,7 +124,7 @@ def score(
     task: tasks.Task,
     tokenizer: Tokenizer,
     examples: Sequence[tasks.Example],
-    rollout: rollout_lib.Rollout,
+    rollout: generate_lib.Rollout,
 ) -> tuple[list[str], np.ndarray]:
   """Text and reward of each response of `respond`.
 
@@ -139,7 +136,7 @@ def score(
 
 
 def collect(
-    sampler: samplers.Sampler,
+    sampler: sampler_lib.Sampler,
     tokenizer: Tokenizer,
     task: tasks.Task,
     examples: Sequence[tasks.Example],
@@ -235,13 +232,13 @@ def summarize(
       task: _by_problem(found, ks, correct_at) for task, found in groups.items()
   }
   metrics = {
-      task: {name: statistics.interval(x) for name, x in columns.items()}
+      task: {name: intervals.interval(x) for name, x in columns.items()}
       for task, columns in values.items()
   }
   if len(values) > 1:
     names = next(iter(values.values()))
     metrics["macro average"] = {
-        name: statistics.macro_interval([c[name] for c in values.values()])
+        name: intervals.macro_interval([c[name] for c in values.values()])
         for name in names
     }
   return metrics
@@ -252,12 +249,12 @@ def _by_problem(groups, ks, correct_at):
   of = lambda name: np.array([[getattr(s, name) for s in g] for g in groups])
   rewards = of("reward")
   correct = np.sum(rewards >= correct_at - _ROUNDING, axis=1)
-  answers = [[passk.answer(s.completion) for s in g] for g in groups]
+  answers = [[pass_at_k.answer(s.completion) for s in g] for g in groups]
   columns = {
-      f"pass@{k}": passk.pass_at_k(rewards.shape[1], correct, k) for k in ks
+      f"pass@{k}": pass_at_k.pass_at_k(rewards.shape[1], correct, k) for k in ks
   }
   columns |= {
-      f"maj@{k}": passk.maj_at_k(answers, rewards, k) for k in ks if k > 1
+      f"maj@{k}": pass_at_k.maj_at_k(answers, rewards, k) for k in ks if k > 1
   }
   for name in ("reward", "tokens", "finished"):
     columns[name] = of(name).mean(axis=1)
@@ -265,7 +262,7 @@ def _by_problem(groups, ks, correct_at):
 
 
 def evaluate(
-    sampler: samplers.Sampler,
+    sampler: sampler_lib.Sampler,
     tokenizer: Tokenizer,
     task: tasks.Task,
     *,
@@ -340,12 +337,12 @@ def _sampling(names: flags.FlagValues) -> Sampling:
 def _run(names: flags.FlagValues) -> tuple[dict[str, Metrics], list[Sample]]:
   """The program: metrics and samples by the flags."""
   # It loads runs of `train`, which evaluates by this module.
-  from experiments import restore
+  from experiments.runs import restore
 
   sampling = _sampling(names)
   ks = sorted({int(k) for k in names.k} if names.k else {1, names.samples})
-  passk.check_k(names.samples, ks[0])
-  passk.check_k(names.samples, ks[-1])
+  pass_at_k.check_k(names.samples, ks[0])
+  pass_at_k.check_k(names.samples, ks[-1])
   chosen = [tasks.make_task(name, seed=0) for name in names.task]
   loaded = restore.load_any(names.model)
   examples = [task.heldout()[: names.prompts] for task in chosen]
@@ -354,7 +351,7 @@ def _run(names: flags.FlagValues) -> tuple[dict[str, Metrics], list[Sample]]:
       for part in examples
       for prompt in encode_prompts(loaded.tokenizer, part)
   )
-  sampler = samplers.LocalSampler(
+  sampler = sampler_lib.LocalSampler(
       decoder.Decoder(loaded.config),
       loaded.params,
       loaded.tokenizer,

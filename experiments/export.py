@@ -11,7 +11,8 @@ import sys
 from absl import app, flags, logging
 from jax.typing import DTypeLike
 
-from experiments import checkpoints, hf, restore
+from experiments.models import hf
+from experiments.runs import checkpoints, restore
 
 
 def export(

@@ -25,15 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import (
-    checkpoints,
-    decoder,
-    pretrained,
-    restore,
-    samplers,
-    sharding,
-)
-from experiments.sampling import Sampling
+from experiments.models import decoder
+from experiments.models import load as load_lib
+from experiments.parallel import sharding
+from experiments.rollouts import sampler as sampler_lib
+from experiments.rollouts.sampling import Sampling
+from experiments.runs import checkpoints, restore
 
 # Fields that change what is asked for, and the value that asks for nothing.
 _UNSUPPORTED = {
@@ -56,7 +53,7 @@ class NotFound(Exception):
 class Engine:
   """A model that answers completion requests; safe to call from threads."""
 
-  def __init__(self, loaded: pretrained.Pretrained, name: str):
+  def __init__(self, loaded: load_lib.Pretrained, name: str):
     """Serves `loaded` as `name`."""
     self.name = name
     self.version = 0
@@ -194,7 +191,7 @@ def _sample(loaded, prompts, key, sampling, n):
         f"{sampling.max_new_tokens} exceed the context of"
         f" {loaded.config.max_length} tokens"
     )
-  sampler = samplers.LocalSampler(
+  sampler = sampler_lib.LocalSampler(
       decoder.Decoder(loaded.config),
       loaded.params,
       loaded.tokenizer,

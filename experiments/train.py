@@ -28,33 +28,24 @@ from ml_collections import config_flags
 import numpy as np
 import optax
 
-from experiments import (
-    batches,
+from experiments import evaluate, rewards, tasks
+from experiments.learning import batches, compiled_step, optimizers, train_step
+from experiments.models import decoder, load, lora, tiny
+from experiments.models import tokenizer as tokenizer_lib
+from experiments.parallel import sharding
+from experiments.rollouts import generate as generate_lib
+from experiments.rollouts import remote_sampler, sampling
+from experiments.rollouts import sampler as sampler_lib
+from experiments.runs import (
+    check_config,
     checkpoints,
-    checks,
     collect,
-    decoder,
-    evaluate,
     guards,
-    learner,
-    lora,
-    openai_sampler,
-    optimizers,
-    plots,
-    pretrained,
-    program,
     progress,
-    rewards,
-    samplers,
-    sampling,
-    sharding,
-    tasks,
-    tiny,
+    run_plot,
 )
-from experiments import metrics as metrics_lib
-from experiments import rollout as rollout_lib
-from experiments import tokenizer as tokenizer_lib
-from experiments import workdir as workdir_lib
+from experiments.runs import record as record_lib
+from experiments.runs import workdir as workdir_lib
 import logra_jax
 
 # What the seconds of an update go into.
@@ -85,7 +76,7 @@ class Result:
   update: int
   stopped_by: int | None
   accuracy: dict[int, float]
-  state: learner.TrainState | None
+  state: train_step.TrainState | None
 
 
 def train(
@@ -105,7 +96,7 @@ def train(
       or belongs to another config, a prompt that does not fit, a reward that
       is no number.
   """
-  checks.check_config(config)
+  check_config.check_config(config)
   mesh = _make_mesh(config)
   # The first process alone makes files; the others then find them.
   if not sharding.is_first_process():
@@ -121,13 +112,13 @@ def train(
     if config.updates not in saved.updates():
       state = _Run(config, path, saved, mesh).loop(stop)
   update = config.updates if state is None else _updates(config, state)
-  accuracy = metrics_lib.column(
-      metrics_lib.read_rows(path / metrics_lib.FILENAME), "eval/accuracy"
+  accuracy = record_lib.column(
+      record_lib.read_rows(path / record_lib.FILENAME), "eval/accuracy"
   )
   return Result(update, stop.signal, dict(zip(*accuracy, strict=True)), state)
 
 
-def load_model(config: ml_collections.ConfigDict) -> pretrained.Pretrained:
+def load_model(config: ml_collections.ConfigDict) -> load.Pretrained:
   """The model that `config.model` names, in the config's dtypes.
 
   Raises:
@@ -137,14 +128,14 @@ def load_model(config: ml_collections.ConfigDict) -> pretrained.Pretrained:
   if config.model == "tiny":
     loaded = tiny.make_tiny(config.seed)
   else:
-    loaded = pretrained.load(config.model, config.param_dtype)
-  return loaded._replace(config=program.configure(loaded.config, config))
+    loaded = load.load(config.model, config.param_dtype)
+  return loaded._replace(config=compiled_step.configure(loaded.config, config))
 
 
 def _make_mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   """The mesh of the config, checked against the batch."""
   mesh = sharding.make_mesh(config.mesh)
-  checks.check_mesh(config, mesh)
+  check_config.check_mesh(config, mesh)
   return mesh
 
 
@@ -172,9 +163,9 @@ def _programs(
   """
   config = ml_collections.ConfigDict(json.loads(settings))
   tx = optimizers.make_optimizer(config)
-  state, _ = program.abstract_arguments(model.config, config, mesh)
-  step = program.jit_update(model, tx, config, state, mesh, eos_ids)
-  return jax.jit(learner.make_prepare(model, config, eos_ids)), step
+  state, _ = compiled_step.abstract_arguments(model.config, config, mesh)
+  step = compiled_step.jit_update(model, tx, config, state, mesh, eos_ids)
+  return jax.jit(train_step.make_prepare(model, config, eos_ids)), step
 
 
 @jax.jit
@@ -211,7 +202,7 @@ class _Run:
     self.model = decoder.Decoder(loaded.config)
     sharding.check_model(loaded.config, mesh)
     tx = optimizers.make_optimizer(config)
-    self.state = program.init_state(config, loaded.params, tx, mesh)
+    self.state = compiled_step.init_state(config, loaded.params, tx, mesh)
     # The state is donated: the reference needs weights of its own.
     self.reference = None
     if config.loss.reference_kl:
@@ -230,7 +221,7 @@ class _Run:
     restored = saved.restore(self._saved(), progress.say)
     if restored is not None:
       self.curriculum = restored[1].pop("curriculum")
-      self.state = learner.TrainState(**restored[1])
+      self.state = train_step.TrainState(**restored[1])
       progress.say(f"resuming after update {restored[0]} of {config.updates}")
       self.sampler.update_weights(self.state.params, int(self.state.update))
     compiled = (self.model, mesh, _settings(config), self.tokenizer.eos_ids)
@@ -247,7 +238,7 @@ class _Run:
     if self.reference is not None:
       memory["reference"] = size(self.reference)
     if not c.server:
-      memory["KV cache"] = rollout_lib.memory_bytes(
+      memory["KV cache"] = generate_lib.memory_bytes(
           self.model.config,
           prompts=c.prompts,
           group_size=c.responses,
@@ -272,11 +263,11 @@ class _Run:
     """What a checkpoint holds."""
     return {**vars(self.state), "curriculum": self.curriculum}
 
-  def loop(self, stop: workdir_lib.Stop) -> learner.TrainState:
+  def loop(self, stop: workdir_lib.Stop) -> train_step.TrainState:
     """The algorithm; returns the state it ended with."""
     config = self.config
     update = _updates(config, self.state)
-    writer = metrics_lib.MetricsWriter(
+    writer = record_lib.MetricsWriter(
         self.path,
         resume_at=update,
         tensorboard=config.log.tensorboard,
@@ -305,7 +296,7 @@ class _Run:
         with guards.advise_on_memory("update"):
           steps, metrics = self.learn(collected)
         update += 1
-        metrics |= collected.metrics | metrics_lib.memory_peaks()
+        metrics |= collected.metrics | record_lib.memory_peaks()
         metrics["train/compilations"] = self.compiled.count
         row = writer.write(update, metrics)
         bar.show(update, row, sum(row[name] for name in _PHASES))
@@ -324,7 +315,7 @@ class _Run:
 
   def learn(
       self, collected: collect.Collected
-  ) -> tuple[list[learner.Batch], dict[str, float]]:
+  ) -> tuple[list[train_step.Batch], dict[str, float]]:
     """The steps on one rollout: their batches, and their metrics."""
     start = time.perf_counter()
     steps, found = self._steps(collected)
@@ -348,7 +339,7 @@ class _Run:
 
   def _steps(
       self, collected: collect.Collected
-  ) -> tuple[list[learner.Batch], list[dict[str, Any]]]:
+  ) -> tuple[list[train_step.Batch], list[dict[str, Any]]]:
     """The batch of each step of an epoch, and metrics of making them."""
     config = self.config
     rows = np.arange(len(collected.advantages))
@@ -370,7 +361,7 @@ class _Run:
 
   def evaluate(
       self,
-      writer: metrics_lib.MetricsWriter,
+      writer: record_lib.MetricsWriter,
       bar: progress.Progress,
       update: int,
   ) -> float:
@@ -409,7 +400,7 @@ class _Watch:
       bar: progress.Progress,
       compiled: guards.CompileCounter,
   ):
-    rows = metrics_lib.read_rows(path / metrics_lib.FILENAME)
+    rows = record_lib.read_rows(path / record_lib.FILENAME)
     self._compiled = compiled
     self._skips = guards.SkipGuard(path, limit=config.max_skipped, rows=rows)
     self._watch = guards.Watch(
@@ -423,7 +414,7 @@ class _Watch:
     return self._skips.in_a_row == 0
 
   def observe(
-      self, update: int, row: dict[str, Any], steps: list[learner.Batch]
+      self, update: int, row: dict[str, Any], steps: list[train_step.Batch]
   ) -> None:
     """Warns; raises where a run is lost."""
     warnings = self._watch.observe(row)
@@ -448,7 +439,7 @@ def _steps(config: ml_collections.ConfigDict) -> int:
 
 
 def _updates(
-    config: ml_collections.ConfigDict, state: learner.TrainState
+    config: ml_collections.ConfigDict, state: train_step.TrainState
 ) -> int:
   """Updates that a state has seen."""
   return int(state.update) // _steps(config)
@@ -471,17 +462,17 @@ def make_sampler(
     params: Any,
     tokenizer: tokenizer_lib.Tokenizer,
     workdir: pathlib.Path,
-) -> samplers.Sampler:
+) -> sampler_lib.Sampler:
   """The sampler of a run: this process, or `config.rollout.server`."""
   c = config.rollout
   if not c.server:
     return _local_sampler(config, model, params, tokenizer)
   sync = None
   if c.server_sync:
-    sync = openai_sampler.sync_by_directory(
+    sync = remote_sampler.sync_by_directory(
         c.server, workdir / "served", model.config, tokenizer
     )
-  return openai_sampler.OpenAISampler(
+  return remote_sampler.OpenAISampler(
       c.server,
       c.server_model,
       tokenizer,
@@ -493,7 +484,7 @@ def make_sampler(
 def _local_sampler(config, model, params, tokenizer):
   """Samples in this process, with the KV cache that `_summary` states."""
   c = config.rollout
-  return samplers.LocalSampler(
+  return sampler_lib.LocalSampler(
       model,
       params,
       tokenizer,
@@ -507,18 +498,18 @@ def _report(
     path: pathlib.Path, update: int, updates: int, stopped_by: int | None
 ) -> None:
   """Says how the run stands and where its things are; draws its picture."""
-  rows = metrics_lib.read_rows(path / metrics_lib.FILENAME)
-  accuracy = metrics_lib.column(rows, "eval/accuracy")
+  rows = record_lib.read_rows(path / record_lib.FILENAME)
+  accuracy = record_lib.column(rows, "eval/accuracy")
   if len(accuracy[0]) > 1:
     progress.say(
         f"held-out accuracy: {accuracy[1][0]:.3f} before,"
         f" {accuracy[1][-1]:.3f} after {accuracy[0][-1]} updates"
     )
-  if metrics_lib.column(rows, "train/reward")[0]:
-    seconds = sum(sum(metrics_lib.column(rows, name)[1]) for name in _PHASES)
+  if record_lib.column(rows, "train/reward")[0]:
+    seconds = sum(sum(record_lib.column(rows, name)[1]) for name in _PHASES)
     progress.say(f"training:   {seconds / 60:.1f} minutes in all")
-    progress.say(f"picture:    {plots.draw_run(path)}")
-  progress.say(f"metrics:    {path / metrics_lib.FILENAME}")
+    progress.say(f"picture:    {run_plot.draw_run(path)}")
+  progress.say(f"metrics:    {path / record_lib.FILENAME}")
   progress.say(f"checkpoint: {path / 'checkpoints'}")
   progress.say(
       f"export:     python -m experiments.export --workdir={path} --out=DIR"

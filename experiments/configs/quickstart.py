@@ -4,7 +4,7 @@ SmolLM2-135M-Instruct learns single-digit addition by GRPO with LoGRA: full
 weights of all seven projections, gradients only as sketches of rank 16.
 
 Command: make quickstart
-  (in a notebook: `experiments.setup_model.ensure_model(config.model)`, then
+  (in a notebook: `experiments.models.download.ensure_model(config.model)`, then
   `experiments.train.train(config, workdir)`)
 Cost: 4 minutes of training on two CPU cores, 4 GB of memory.
 Expected: mean training reward from 0.29 to 0.98 in 15 updates, held-out
@@ -27,7 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
   c.token_block = 0  # Tokens of a sequence projected at once; 0 means all.
   c.updates = 20
 
-  # Devices along each axis (experiments/sharding.py); all are used.
+  # Devices along each axis (experiments/parallel/sharding.py); all are used.
   c.mesh = ml_collections.ConfigDict()
   c.mesh.data = 1
   c.mesh.fsdp = 1
@@ -125,7 +125,7 @@ def _loss() -> ml_collections.ConfigDict:
 
 
 def _optimizer() -> ml_collections.ConfigDict:
-  """What turns gradients into a step; see experiments/optimizers.py."""
+  """What turns gradients into a step; see learning/optimizers.py."""
   c = ml_collections.ConfigDict()
   # 'logra', 'dense_adam', 'dense_sgd', 'lora', 'galore' or 'muon'. Each trains
   # the seven projections of every layer.

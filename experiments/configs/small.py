@@ -1,6 +1,6 @@
-"""The model of `experiments/small_model.py`, for experiments of many runs.
+"""The small model, for studies of many runs.
 
-Command: python -m experiments.small_model
+Command: python -m experiments.studies.small_model
   python -m experiments.train --config=experiments/configs/small.py \
     --workdir=DIR
 Cost: 20 seconds on two CPU cores, half of it compilation.
@@ -9,8 +9,8 @@ Expected: mean training reward from 0.5 to 0.8 in 40 updates.
 
 import ml_collections
 
-from experiments import small_model
 from experiments.configs import quickstart
+from experiments.studies import small_model
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -1,6 +1,6 @@
 """The small model for 1,200 short updates, to be killed and resumed.
 
-Command: python -m experiments.soak --workdir=DIR
+Command: python -m experiments.benchmarks.soak --workdir=DIR
 Cost: five minutes on two CPU cores, twice.
 Expected: parameters and record of the killed run are those of the other.
 """

@@ -19,7 +19,7 @@ import logging
 import re
 from typing import Any, NamedTuple
 
-from experiments import extras
+from experiments import _optional
 from experiments.tasks import base
 
 # ASCII digits only, with thousands separators and decimals. A sign counts
@@ -258,7 +258,7 @@ def _parse_formulas(text) -> list[Any]:
 def _library():
   """math-verify, without its warning that time limits are off."""
   logging.getLogger("math_verify").setLevel(logging.ERROR)
-  return extras.require("math_verify", "tasks")
+  return _optional.require("math_verify", "tasks")
 
 
 def _folded(text):

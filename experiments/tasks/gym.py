@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import extras
+from experiments import _optional
 from experiments.tasks import answers, base
 
 # Data sets are drawn in blocks: some of them prepare all their items when
@@ -54,7 +54,7 @@ class ReasoningGym(base.Task):
     base.check_heldout_size(heldout_size)
     base.check_instruction(instruction)
     answers.check_verifier(verifier)
-    factory = extras.require("reasoning_gym.factory", "tasks")
+    factory = _optional.require("reasoning_gym.factory", "tasks")
     if dataset not in factory.DATASETS:
       raise ValueError(
           base.unknown("reasoning_gym data set", dataset, factory.DATASETS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import extras
+from experiments import _optional
 from experiments.tasks import answers, base
 
 PROMPT_FIELDS = ("prompt", "question", "problem")
@@ -161,7 +161,7 @@ def _json_lines(path) -> _Rows:
 
 def _parquet_rows(path) -> _Rows:
   """Each row of a file with its place; the first is 1."""
-  parquet = extras.require("pyarrow.parquet", "tasks")
+  parquet = _optional.require("pyarrow.parquet", "tasks")
   try:
     table = parquet.read_table(path)
   except ValueError as error:

@@ -1,0 +1,331 @@
+"""One update as a pure function: sketches, probe, step, merge.
+
+gradients = Σ over micro-batches          (sketches add up exactly)
+probe     = δlogits of the update to come (forward mode, a few responses)
+update    = optimizer(gradients, probe)   (scaled to the KL budget)
+params    = merge(params, update)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+
+from experiments.learning import (
+    correction,
+    likelihood,
+    losses,
+    optimizers,
+    packing,
+)
+from experiments.parallel import sharding
+from experiments.rollouts import sampling
+import logra_jax
+
+PyTree = Any
+Metrics = dict[str, jax.Array]
+
+
+@struct.dataclass
+class TrainState:
+  """All that an update changes.
+
+  Attributes:
+    params: the model's parameters.
+    opt_state: state of the optimizer.
+    update: int32 scalar, updates done. The prompts and random keys of an
+      update are functions of the config's seeds and of this number.
+  """
+
+  params: PyTree
+  opt_state: PyTree
+  update: jax.Array
+
+
+@struct.dataclass
+class Batch:
+  """What one update learns from: M micro-batches of G rows, and a probe.
+
+  Attributes:
+    rows: packed tokens, `[M, G, ...]`.
+    tokens: what the loss needs of the generated ones, `[M, G, K]`.
+    probe: rows that the KL is measured on, `[b, ...]`.
+    count: int32 scalar, micro-batches that hold anything (those after it are
+      not computed); None stands for all of them.
+    mismatch: float32 scalar, the sampler's log-probability less the
+      trainer's, nats per token; 0 where it is not measured.
+  """
+
+  rows: packing.Rows
+  tokens: losses.Tokens
+  probe: packing.Rows
+  count: jax.Array | None
+  mismatch: jax.Array
+
+
+def init_state(params: PyTree, tx: optax.GradientTransformation) -> TrainState:
+  """The state before the first update."""
+  opt_state = logra_jax.init(tx, params)
+  return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+
+
+def make_train_step(
+    model: Any,
+    tx: optax.GradientTransformationExtraArgs,
+    config: ml_collections.ConfigDict,
+    eos_ids: Sequence[int] = (),
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+  """Builds the update; jit it, and donate the state.
+
+  Args:
+    model: a `Decoder`.
+    tx: of `optimizers.make_optimizer`.
+    config: a config like `configs/quickstart.py`.
+    eos_ids: tokens that end a response; `rollout.min_new_tokens` needs them.
+
+  Returns:
+    `train_step(state, batch) -> (state, metrics)`; metrics are float32
+    scalars, KL in nats per generated token.
+  """
+  tx = optax.with_extra_args_support(tx)
+  policy = _Policy(model, config, eos_ids)
+
+  def train_step(state, batch):
+    grads, metrics = _accumulate(policy, state, batch)
+    if not optimizers.skips_by_itself(config):
+      return _unless_broken(tx, state, grads, metrics)
+    # Of a loss that is no number there is no gradient: the optimizer skips.
+    finite = jnp.isfinite(metrics["train/loss"])
+    grads = jax.tree.map(
+        lambda g: jnp.where(finite, g, jnp.nan).astype(g.dtype), grads
+    )
+    probe = None
+    if config.kl.enabled:
+      probe = logra_jax.kl_probe(
+          policy.features,
+          state.params,
+          state.opt_state,
+          {"rows": batch.probe, "completion_mask": batch.probe.target_mask},
+          head_fn=policy.head,
+          temperature=config.rollout.temperature,
+          chunk_size=config.loss.chunk,
+      )
+    updates, opt_state = tx.update(
+        grads,
+        state.opt_state,
+        state.params,
+        probe=probe,
+        mismatch=batch.mismatch,
+    )
+    if probe is not None:
+      metrics |= _kl_metrics(opt_state)
+    skipped = lambda state: logra_jax.diagnostics(state)["skipped"]
+    metrics["train/skipped"] = skipped(opt_state) - skipped(state.opt_state)
+    params, measured = _merge(state.params, updates, opt_state, probe, config)
+    return TrainState(params, opt_state, state.update + 1), metrics | measured
+
+  return train_step
+
+
+def make_prepare(
+    model: Any, config: ml_collections.ConfigDict, eos_ids: Sequence[int] = ()
+) -> Callable[..., tuple[Batch, Metrics]]:
+  """Builds what comes before the first step on a rollout; jit it.
+
+  Args:
+    model: a `Decoder`.
+    config: a config like `configs/quickstart.py`.
+    eos_ids: tokens that end a response.
+
+  Returns:
+    `prepare(params, reference, batch, finished) -> (batch, metrics)`. Given
+    the parameters that are about to be trained, those of the reference policy
+    (or None), and `[M, G, K]` bool, True at tokens of responses that ended by
+    themselves. The batch then has the trainer's own log-probs to measure
+    ratios from, weights corrected for the sampler's gap, the gap itself, and
+    the reference's log-probs.
+  """
+  policy = _Policy(model, config, eos_ids)
+  c = config.loss
+
+  def log_probs(params, batch):
+    def one(i, out):
+      rows = _split(jax.tree.map(lambda x: x[i], batch.rows))
+      return out.at[i].set(policy.statistics(params, rows)[0])
+
+    out = jnp.zeros(batch.rows.targets.shape, jnp.float32)
+    return jax.lax.fori_loop(0, batch.count, one, out)
+
+  def prepare(params, reference, batch, finished):
+    tokens = batch.tokens
+    trainer = log_probs(params, batch)
+    # All rows of all micro-batches as one batch of rows.
+    flat = lambda x: x.reshape(-1, x.shape[-1])
+    seen = (tokens.old_log_probs, trainer, tokens.mask, tokens.response)
+    seen = tuple(map(flat, seen))
+    how = {"kind": c.correction, "cap": c.correction_cap}
+    gap = correction.gap_metrics(*seen, flat(finished), **how)
+    weights = correction.weights(*seen, **how).reshape(tokens.weights.shape)
+    tokens = tokens.replace(
+        old_log_probs=trainer,
+        weights=tokens.weights * weights,
+        reference_log_probs=(
+            log_probs(reference, batch) if c.reference_kl else None
+        ),
+    )
+    mismatch = gap["gap"] if config.kl.mismatch else batch.mismatch
+    batch = batch.replace(tokens=tokens, mismatch=mismatch)
+    names = {
+        "gap": "train/off_policy_gap",
+        "gap_max": "train/off_policy_gap_max",
+        "kl": "train/off_policy_kl",
+        "truncated": "train/truncated_weights",
+    }
+    return batch, {name: gap[key] for key, name in names.items()}
+
+  return prepare
+
+
+class _Policy:
+  """The model as functions of packed rows."""
+
+  def __init__(
+      self,
+      model: Any,
+      config: ml_collections.ConfigDict,
+      eos_ids: Sequence[int],
+  ):
+    self._model = model
+    self._config = config
+    self._sampling = sampling.of_config(config.rollout)
+    self._eos_ids = tuple(eos_ids)
+
+  def features(self, params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
+    """What predicts generated tokens, `[G, K, D]`."""
+    return packing.features(self._model, params, batch["rows"])
+
+  def head(self, params: PyTree, hidden: jax.Array) -> jax.Array:
+    """Logits `[..., V]` of features."""
+    return self._model.apply({"params": params}, hidden, method="head")
+
+  def statistics(
+      self, params: PyTree, rows: packing.Rows
+  ) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies of generated tokens, `[G, K]` each."""
+    return likelihood.token_statistics(
+        self.head,
+        params,
+        packing.features(self._model, params, rows),
+        rows.targets,
+        rows.target_mask,
+        sampling=self._sampling,
+        eos_ids=self._eos_ids,
+        steps=rows.target_step,
+        chunk_size=self._config.loss.chunk,
+    )
+
+  def loss(
+      self, params: PyTree, micro_batch: tuple[packing.Rows, losses.Tokens]
+  ) -> tuple[jax.Array, Metrics]:
+    """The loss of a micro-batch, and metrics of its tokens."""
+    rows, tokens = micro_batch
+    c = self._config.loss
+    log_probs, entropy = self.statistics(params, rows)
+    loss, metrics = losses.policy_loss(
+        c.name,
+        log_probs,
+        tokens,
+        clip_low=c.clip_low,
+        clip_high=c.clip_high,
+        reference_kl=c.reference_kl,
+        reference_estimator=c.reference_estimator,
+    )
+    # Entropies are 0 outside the mask.
+    mean_entropy = jnp.sum(entropy) / jnp.maximum(metrics["tokens"], 1.0)
+    return loss, metrics | {"entropy": mean_entropy}
+
+
+def _unless_broken(tx, state, grads, metrics):
+  """A step of an optimizer that would take one from any numbers."""
+  leaves = [*jax.tree.leaves(grads), metrics["train/loss"]]
+  finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]).all()
+
+  def step(params, opt_state):
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return logra_jax.apply_updates(params, updates, opt_state), opt_state
+
+  params, opt_state = jax.lax.cond(
+      finite, step, lambda *same: same, state.params, state.opt_state
+  )
+  metrics["train/skipped"] = 1.0 - finite
+  return TrainState(params, opt_state, state.update + 1), metrics
+
+
+def _merge(params, updates, opt_state, probe, config):
+  """The new parameters, and the KL they turned out to cost if asked for."""
+  if probe is None or not config.kl.measure:
+    return logra_jax.apply_updates(params, updates, opt_state), {}
+  # The barrier keeps the merge, which is in place, behind the last use of the
+  # old weights; else there would be two copies of them.
+  reference, updates = jax.lax.optimization_barrier(
+      (probe.reference(), updates)
+  )
+  params = logra_jax.apply_updates(params, updates, opt_state)
+  realised = logra_jax.realised_kl(probe, params, reference)
+  return params, {"kl/realised": realised}
+
+
+def _kl_metrics(opt_state):
+  """Predicted KL of the update in nats per generated token, and its scale."""
+  found = logra_jax.diagnostics(opt_state)
+  return {
+      # KL is quadratic in the step: that of the step as it was scaled.
+      "kl/predicted": jnp.square(found["alpha"]) * found["predicted_kl"],
+      "kl/proposed": found["predicted_kl"],
+      "kl/budget": found["budget"],
+      "kl/step_scale": found["alpha"],
+      "kl/skipped": found["skipped"],
+      "kl/mismatch": found["mismatch"],
+  }
+
+
+def _split(tree):
+  """Splits the rows over the devices."""
+  return jax.tree.map(
+      lambda x: sharding.constrain(x, "batch", *[None] * (x.ndim - 1)), tree
+  )
+
+
+def _accumulate(policy, state, batch):
+  """Gradients and metrics of the batch, as a sum over micro-batches."""
+  grad_fn = logra_jax.value_and_grad(policy.loss, has_aux=True)
+
+  def gradients(i):
+    micro_batch = jax.tree.map(lambda x: x[i], (batch.rows, batch.tokens))
+    value, grads = grad_fn(state.params, state.opt_state, _split(micro_batch))
+    # Summed over the devices' responses as sketches, and split at once.
+    return value, sharding.constrain_gradients(grads, state.params)
+
+  def add(i, carry):
+    total, stacked = carry
+    (loss, aux), grads = gradients(i)
+    total = jax.tree.map(jnp.add, total, grads)
+    aux |= {"loss": loss}
+    return total, jax.tree.map(lambda s, x: s.at[i].set(x), stacked, aux)
+
+  (_, aux), shapes = jax.eval_shape(gradients, 0)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  zeros = sharding.constrain_gradients(zeros, state.params)
+  n = batch.rows.tokens.shape[0]
+  stacked = {name: jnp.zeros(n) for name in (*aux, "loss")}
+  count = n if batch.count is None else batch.count
+  grads, stacked = jax.lax.fori_loop(0, count, add, (zeros, stacked))
+  loss = jnp.sum(stacked.pop("loss"))
+  metrics = losses.merge_metrics(stacked)
+  del metrics["tokens"], metrics["ratio_mean"], metrics["kl"]
+  named = {f"train/{name}": value for name, value in metrics.items()}
+  return grads, {"train/loss": loss, **named}

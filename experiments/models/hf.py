@@ -1,0 +1,438 @@
+"""Reads a Hugging Face model directory, and writes one."""
+
+from collections.abc import Mapping
+import json
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+import ml_dtypes  # noqa: F401  (lets NumPy read bfloat16)
+import numpy as np
+
+from experiments._optional import require
+from experiments.models import stacking
+from experiments.models import tokenizer as tokenizer_lib
+from experiments.models.decoder import DecoderConfig, RopeScaling
+
+_FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+_NAMES = {
+    "embed/embedding": "model.embed_tokens.weight",
+    "norm/scale": "model.norm.weight",
+    "lm_head/kernel": "lm_head.weight",
+    "layers/attn_norm/scale": "model.layers.{}.input_layernorm.weight",
+    "layers/mlp_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
+    "layers/q_norm/scale": "model.layers.{}.self_attn.q_norm.weight",
+    "layers/k_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
+    "layers/q_proj/kernel": "model.layers.{}.self_attn.q_proj.weight",
+    "layers/k_proj/kernel": "model.layers.{}.self_attn.k_proj.weight",
+    "layers/v_proj/kernel": "model.layers.{}.self_attn.v_proj.weight",
+    "layers/o_proj/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "layers/q_proj/bias": "model.layers.{}.self_attn.q_proj.bias",
+    "layers/k_proj/bias": "model.layers.{}.self_attn.k_proj.bias",
+    "layers/v_proj/bias": "model.layers.{}.self_attn.v_proj.bias",
+    "layers/gate_proj/kernel": "model.layers.{}.mlp.gate_proj.weight",
+    "layers/up_proj/kernel": "model.layers.{}.mlp.up_proj.weight",
+    "layers/down_proj/kernel": "model.layers.{}.mlp.down_proj.weight",
+}
+
+# What `transformers` assumes where config.json is silent.
+_SILENT = {
+    "architectures": None,
+    "attention_bias": False,
+    "eos_token_id": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "layer_types": None,
+    "mlp_bias": False,
+    "num_key_value_heads": None,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
+
+# Options that change the model in ways that the decoder does not follow.
+_REQUIRED = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "use_sliding_window": False,
+}
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+class _Json(dict):
+  """A JSON file's content; a missing key is an error that names the file."""
+
+  def __init__(self, file, silent):
+    try:
+      content = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+      raise ValueError(
+          f"{file.parent} has no {file.name}: not a Hugging Face model"
+      ) from None
+    except ValueError as error:
+      raise ValueError(f"{file} is not valid JSON: {error}") from error
+    super().__init__({**silent, **content})
+    self._file = file
+
+  def __missing__(self, key):
+    raise ValueError(f"{self._file} has no {key!r}")
+
+
+def load(
+    directory: str | pathlib.Path, param_dtype: DTypeLike = "float32"
+) -> tuple[DecoderConfig, dict, tokenizer_lib.Tokenizer]:
+  """Reads a Hugging Face directory.
+
+  Args:
+    directory: with `config.json`, one or several safetensors files, and the
+      tokenizer's files.
+    param_dtype: dtype of the parameters, whatever the files' own.
+
+  Returns:
+    Configuration, parameters (see `Decoder`) and tokenizer.
+
+  Raises:
+    ValueError: if a file is missing, truncated or corrupt; if the
+      architecture or one of its options is unknown; if a tensor is missing,
+      has an unexpected shape, or has no place in the decoder.
+    ImportError: if the `safetensors` package is not installed.
+  """
+  directory = pathlib.Path(directory)
+  raw = _Json(directory / "config.json", _SILENT)
+  config = _read_config(raw, jnp.dtype(param_dtype).name)
+  tokenizer = tokenizer_lib.from_directory(directory, _eos_ids(directory, raw))
+  tokenizer.check_fits(config.vocab_size, directory)
+  tensors = _open(directory)
+
+  def read(path, layer):
+    name = _NAMES["/".join(path)].format(layer)
+    if name not in tensors:
+      raise ValueError(f"{directory} has no tensor {name}: incomplete model")
+    value = tensors.pop(name).get_tensor(name)
+    # Torch keeps [d_out, d_in].
+    return name, value.T if path[-1] == "kernel" else value
+
+  params = stacking.stack(config, read)
+  _check_rest(directory, config, params, tensors)
+  return config, params, tokenizer
+
+
+def read_config(
+    directory: str | pathlib.Path, param_dtype: DTypeLike = "float32"
+) -> DecoderConfig:
+  """Reads `config.json` of a Hugging Face directory, and nothing else.
+
+  Args:
+    directory: with `config.json`; weights and tokenizer may be missing.
+    param_dtype: dtype of the parameters.
+
+  Returns:
+    The decoder's configuration.
+
+  Raises:
+    ValueError: if the file is missing or corrupt, or the architecture or one
+      of its options is unknown.
+  """
+  raw = _Json(pathlib.Path(directory) / "config.json", _SILENT)
+  return _read_config(raw, jnp.dtype(param_dtype).name)
+
+
+def _read_config(raw: Mapping[str, Any], param_dtype: str) -> DecoderConfig:
+  """The decoder's configuration from the content of config.json."""
+  family = _family(raw)
+  for key, value in _REQUIRED.items():
+    if raw[key] != value:
+      raise ValueError(
+          f"{key}={raw[key]!r} in config.json is not supported: only {value!r}"
+      )
+  kinds = set(raw["layer_types"] or ()) - {"full_attention"}
+  if kinds:
+    raise ValueError(
+        f"layer_types {sorted(kinds)} in config.json are not supported: only "
+        "'full_attention'"
+    )
+  theta, scaling = _read_rope(raw)
+  n_heads, n_kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+  # Qwen3's heads are 128 wide unless config.json says otherwise.
+  head_dim = 128 if family == "qwen3" else raw["hidden_size"] // n_heads
+  return DecoderConfig(
+      vocab_size=raw["vocab_size"],
+      d_model=raw["hidden_size"],
+      n_layers=raw["num_hidden_layers"],
+      n_heads=n_heads,
+      n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
+      head_dim=head_dim if raw["head_dim"] is None else raw["head_dim"],
+      d_ff=raw["intermediate_size"],
+      rope_theta=float(theta),
+      norm_eps=float(raw["rms_norm_eps"]),
+      qkv_bias=family == "qwen2",
+      qk_norm=family == "qwen3",
+      tied_head=raw["tie_word_embeddings"],
+      max_length=raw["max_position_embeddings"],
+      param_dtype=param_dtype,
+      family=family,
+      rope_scaling=scaling,
+  )
+
+
+def _family(raw):
+  """The family of the one architecture that config.json names."""
+  names = raw["architectures"]
+  if names is None:
+    # Exports from before the field was usual name the family only.
+    known = {f: f for f in _FAMILIES.values()}
+    name = raw["model_type"]
+  else:
+    known, name = _FAMILIES, ", ".join(names)
+  if name not in known:
+    raise ValueError(
+        f"unknown architecture {name!r} in config.json (known: "
+        f"{', '.join(known)})"
+    )
+  return known[name]
+
+
+def _read_rope(raw):
+  """Base and scaling, from transformers 5's field or the older two."""
+  rope = raw["rope_parameters"] or raw["rope_scaling"] or {}
+  silent = {"rope_theta": raw["rope_theta"], "rope_type": "default"}
+  if "type" in rope:
+    silent["rope_type"] = rope["type"]
+  rope = {**silent, **rope}
+  if rope["rope_type"] == "default":
+    return rope["rope_theta"], None
+  if rope["rope_type"] != "llama3":
+    raise ValueError(
+        f"rope scaling of type {rope['rope_type']!r} in config.json is not "
+        "supported: only 'llama3' and 'default'"
+    )
+  try:
+    scaling = RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_length=rope["original_max_position_embeddings"],
+    )
+  except KeyError as error:
+    raise ValueError(f"rope scaling in config.json lacks {error}") from error
+  return rope["rope_theta"], scaling
+
+
+def _eos_ids(directory, raw):
+  """Ids that end a turn by config.json or generation_config.json."""
+  found = [raw["eos_token_id"]]
+  generation = directory / "generation_config.json"
+  if generation.is_file():
+    found.append(_Json(generation, {"eos_token_id": None})["eos_token_id"])
+  ids = []
+  for value in found:
+    ids.extend(value if isinstance(value, list) else [value])
+  return [i for i in ids if i is not None]
+
+
+def _open(directory):
+  """The open safetensors file of each tensor, by the tensor's name."""
+  index, single = directory / _INDEX, directory / _WEIGHTS
+  if index.is_file():
+    files = _Json(index, {})["weight_map"]
+  elif single.is_file():
+    files = {None: single.name}
+  else:
+    raise ValueError(
+        f"{directory} has no weights: neither {_WEIGHTS} nor {_INDEX}"
+    )
+  opened = {}
+  for name in dict.fromkeys(files.values()):
+    opened[name] = _open_one(directory / name)
+  if index.is_file():
+    for name, file in files.items():
+      if name not in opened[file].keys():
+        raise ValueError(f"{directory / file} has no tensor {name}")
+  return {name: file for file in opened.values() for name in file.keys()}
+
+
+def _open_one(file):
+  """One safetensors file, its header checked against its length."""
+  safetensors = require("safetensors", "train")
+  if not file.is_file():
+    raise ValueError(f"{file} is missing though {_INDEX} lists it")
+  try:
+    return safetensors.safe_open(file, framework="np")
+  except safetensors.SafetensorError as error:
+    raise ValueError(
+        f"{file} is truncated or corrupt ({file.stat().st_size} bytes; "
+        f"{error}): fetch it again"
+    ) from error
+
+
+def _check_rest(directory, config, params, tensors):
+  """Refuses tensors that nothing has read, unless they repeat others."""
+  rest = set(tensors)
+  # Buffers of old exports, which follow from rope_theta.
+  rest -= {name for name in rest if name.endswith(".rotary_emb.inv_freq")}
+  head = _NAMES["lm_head/kernel"]
+  if config.tied_head and head in rest:
+    value = tensors[head].get_tensor(head).astype(config.param_dtype)
+    if not np.array_equal(value, params["embed"]["embedding"]):
+      raise ValueError(
+          f"{head} in {directory} differs from the embedding although "
+          "config.json says tie_word_embeddings: set it to false to use both"
+      )
+    rest.remove(head)
+  if rest:
+    raise ValueError(
+        f"{directory} has tensors that a {config.family} decoder does not "
+        f"use: {', '.join(sorted(rest))}"
+    )
+
+
+def save(
+    directory: str | pathlib.Path,
+    config: DecoderConfig,
+    params: dict,
+    tokenizer: tokenizer_lib.Tokenizer,
+    *,
+    dtype: DTypeLike | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+  """Writes a directory that `transformers` and `load` read.
+
+  Weights of an earlier model in the directory are replaced.
+
+  Args:
+    directory: created if it does not exist.
+    config: the decoder's configuration.
+    params: its parameters.
+    tokenizer: the model's tokenizer.
+    dtype: of the weights in the files, for example `"bfloat16"`; None keeps
+      the parameters' own.
+    max_shard_bytes: weights larger than this are split over several files.
+
+  Raises:
+    ValueError: if `params` are not those of `Decoder(config)`, or the family
+      is unknown.
+    OSError: if the directory cannot be written.
+  """
+  fields = _write_config(config, params, tokenizer, dtype)
+  shards, total = _plan(config, params, dtype, max_shard_bytes)
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  for old in (*directory.glob("model*.safetensors"), directory / _INDEX):
+    old.unlink(missing_ok=True)
+  _dump(directory / "config.json", fields)
+  eos_ids = list(tokenizer.eos_ids)
+  generation = {"eos_token_id": eos_ids, "pad_token_id": tokenizer.pad_id}
+  _dump(directory / "generation_config.json", generation)
+  tokenizer.save(directory)
+  save_file = require("safetensors.numpy", "train").save_file
+  weight_map = {}
+  for number, shard in enumerate(shards, 1):
+    file = _WEIGHTS
+    if len(shards) > 1:
+      file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    arrays = {name: value() for name, value in shard.items()}
+    save_file(arrays, directory / file, metadata={"format": "pt"})
+    # The package lets nobody but the owner read what it writes.
+    (directory / file).chmod((directory / "config.json").stat().st_mode)
+    weight_map.update(dict.fromkeys(shard, file))
+  if len(shards) > 1:
+    metadata = {"total_size": total}
+    index = {"metadata": metadata, "weight_map": weight_map}
+    _dump(directory / _INDEX, index)
+
+
+def _plan(config, params, dtype, max_shard_bytes):
+  """Shards of functions that fetch one tensor each, and the total bytes."""
+
+  def fetch(path, layer, value):
+    def run():
+      array = np.asarray(value if layer is None else value[layer])
+      array = array.astype(dtype or value.dtype)
+      return np.ascontiguousarray(array.T if path[-1] == "kernel" else array)
+
+    return run
+
+  shards = [{}]
+  size = total = 0
+  for path, layer, value in stacking.unstack(config, params):
+    n_items = value.size if layer is None else value.size // config.n_layers
+    n_bytes = n_items * jnp.dtype(dtype or value.dtype).itemsize
+    if shards[-1] and size + n_bytes > max_shard_bytes:
+      shards.append({})
+      size = 0
+    name = _NAMES["/".join(path)].format(layer)
+    shards[-1][name] = fetch(path, layer, value)
+    size, total = size + n_bytes, total + n_bytes
+  return shards, total
+
+
+def _write_config(config, params, tokenizer, dtype):
+  """The content of config.json, in the fields that all releases read."""
+  architectures = {family: name for name, family in _FAMILIES.items()}
+  if config.family not in architectures:
+    raise ValueError(
+        f"family must be one of {', '.join(architectures)}, got "
+        f"{config.family!r}"
+    )
+  traits = (config.qkv_bias, config.qk_norm)
+  if traits != (config.family == "qwen2", config.family == "qwen3"):
+    raise ValueError(
+        f"family {config.family!r} cannot be written with "
+        f"qkv_bias={config.qkv_bias} and qk_norm={config.qk_norm}"
+    )
+  stored = jnp.dtype(dtype or params["embed"]["embedding"].dtype)
+  fields = {
+      "architectures": [architectures[config.family]],
+      "attention_bias": False,
+      "eos_token_id": tokenizer.eos_ids[0],
+      "head_dim": config.head_dim,
+      "hidden_act": "silu",
+      "hidden_size": config.d_model,
+      "intermediate_size": config.d_ff,
+      "max_position_embeddings": config.max_length,
+      "model_type": config.family,
+      "num_attention_heads": config.n_heads,
+      "num_hidden_layers": config.n_layers,
+      "num_key_value_heads": config.n_kv_heads,
+      "pad_token_id": tokenizer.pad_id,
+      "rms_norm_eps": config.norm_eps,
+      "rope_scaling": None,
+      "rope_theta": config.rope_theta,
+      "tie_word_embeddings": config.tied_head,
+      "torch_dtype": stored.name,
+      "use_sliding_window": False,
+      "vocab_size": config.vocab_size,
+  }
+  scaling = config.rope_scaling
+  if scaling is not None:
+    fields["rope_scaling"] = {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_length,
+    }
+  if config.family == "qwen2":
+    del fields["attention_bias"]  # Always biased; the field does not exist.
+  return fields
+
+
+def _dump(file, content):
+  """Writes JSON."""
+  file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

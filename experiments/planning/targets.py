@@ -1,0 +1,254 @@
+"""Accelerators to compile for, whether or not they are at hand.
+
+XLA compiles for a described topology on any machine: for TPUs with `libtpu`
+(the extra `tpu`), for H100 with JAX's CUDA plugin (the extra `cuda`). Nothing
+can run on such devices, but their programs tell what they need.
+
+All that has to be said to these libraries is said here:
+- `libtpu` asks the cloud's metadata server what it runs on, which hangs or
+  complains elsewhere, and locks out a second process: environment variables,
+  set by `Target.devices` where the user has not set them.
+- JAX takes the platform of a described NVIDIA GPU for "gpu", which it resolves
+  by the GPUs at hand: pass `lowering_platforms` when lowering.
+- XLA times GPU kernels to choose among them, which needs the GPU: pass
+  `compiler_options` when compiling.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import importlib
+import importlib.resources
+import importlib.util
+import os
+import re
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from experiments import _optional
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tpu:
+  """One TPU generation.
+
+  Attributes:
+    axes: number of axes of its slices.
+    gib: memory of a device that a program may use, in GiB: the HBM of
+      cloud.google.com/tpu/docs less what the runtime reserves, as the compiler
+      states it ("exceeds available HBM (15.75G)").
+    slices: those that one can rent, from the smallest.
+    options: of the topology.
+  """
+
+  axes: int
+  gib: float
+  slices: tuple[str, ...]
+  options: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBE = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+_TPUS = {
+    # A v4 chip's two cores are one device, as JAX uses them.
+    "v4": _Tpu(3, 30.75, _CUBE, {"chip_config_name": "megacore"}),
+    "v5e": _Tpu(2, 15.75, _FLAT),
+    "v5p": _Tpu(3, 95.73, _CUBE),
+    "v6e": _Tpu(2, 31.24, _FLAT),
+}
+_GPU_SLICES = ("1", "2", "4", "8", "16", "32", "64", "128")
+_CPU_SLICES = ("1", "2", "4", "8")
+_GPUS_PER_HOST = 8
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "h100": _GPU_SLICES,
+    **{name: tpu.slices for name, tpu in _TPUS.items()},
+    "cpu": _CPU_SLICES,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """Devices of one kind.
+
+  Attributes:
+    family: one of `FAMILIES`.
+    shape: devices along each axis of the slice; one axis for h100 and cpu.
+  """
+
+  family: str
+  shape: tuple[int, ...]
+
+  @property
+  def name(self) -> str:
+    """As given to `parse`."""
+    return f"{self.family}:{'x'.join(map(str, self.shape))}"
+
+  @property
+  def memory_bytes(self) -> int:
+    """Memory of one device; for cpu, an equal part of the machine's."""
+    if self.family == "h100":
+      found = re.search(r"device_memory_size: (\d+)", _h100_description())
+      assert found is not None
+      return int(found[1])
+    if self.family in _TPUS:
+      return int(_TPUS[self.family].gib * _GIB)
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return pages // self.shape[0]
+
+  @property
+  def compiler_options(self) -> dict[str, Any]:
+    """For `jax.stages.Lowered.compile`."""
+    # Without a GPU nothing can be timed: take XLA's first choice.
+    return {"xla_gpu_autotune_level": 0} if self.family == "h100" else {}
+
+  def devices(self) -> list[Any]:
+    """The devices, to make a mesh of; cpu devices also run programs.
+
+    Raises:
+      ValueError: there is no such topology, or this process has started with
+        fewer simulated cpu devices.
+      ImportError: the target's library is missing; names the extra.
+    """
+    if self.family == "cpu":
+      return _cpu_devices(self)
+    describe = _h100_topology if self.family == "h100" else _tpu_topology
+    try:
+      return list(describe(self).devices)
+    except jax.errors.JaxRuntimeError as error:
+      reason = str(error).splitlines()[0]
+      raise ValueError(
+          f"target={self.name!r} is no topology that the compiler knows"
+          f" ({reason}); {_examples(self.family)}"
+      ) from error
+
+
+def parse(name: str) -> Target:
+  """Reads a target like `h100:4`, `v5p:2x2x1` or `cpu:8`.
+
+  Args:
+    name: family, and the number of devices or the shape of the slice.
+
+  Raises:
+    ValueError: an unknown family, or a shape that it cannot have.
+  """
+  family, _, rest = name.lower().partition(":")
+  if family not in FAMILIES:
+    known = ", ".join(f"{f}:{shapes[2]}" for f, shapes in FAMILIES.items())
+    raise ValueError(f"target={name!r} is unknown; use one like {known}")
+  axes = _TPUS[family].axes if family in _TPUS else 1
+  if not re.fullmatch(r"x".join([r"[1-9]\d{0,4}"] * axes), rest):
+    what = f"a slice of {axes} axes" if axes > 1 else "a number of devices"
+    raise ValueError(
+        f"target={name!r} must name {what} after ':'; {_examples(family)}"
+    )
+  target = Target(family, tuple(map(int, rest.split("x"))))
+  n = target.shape[0]
+  if family == "h100" and n > _GPUS_PER_HOST and n % _GPUS_PER_HOST:
+    raise ValueError(
+        f"target={name!r} must have at most {_GPUS_PER_HOST} devices, or whole"
+        f" hosts of {_GPUS_PER_HOST}; {_examples(family)}"
+    )
+  return target
+
+
+def slices(family: str) -> list[Target]:
+  """The usual slices of a family, from the smallest."""
+  return [parse(f"{family}:{shape}") for shape in FAMILIES[family]]
+
+
+def lowering_platforms(devices: Sequence[Any]) -> tuple[str, ...]:
+  """What these devices need as `lower(lowering_platforms=...)`.
+
+  Args:
+    devices: of `Target.devices`, `jax.devices()` or a mesh.
+  """
+  platform = devices[0].platform
+  return ("cuda",) if platform == "gpu" else (platform,)
+
+
+def _examples(family: str) -> str:
+  return (
+      f"usual ones are {', '.join(f'{family}:{s}' for s in FAMILIES[family])}"
+  )
+
+
+def _h100_description() -> str:
+  """XLA's `GpuTargetConfigProto` of an H100 SXM 80GB, as text."""
+  folder = importlib.resources.files("experiments.planning")
+  return (folder / "h100_sxm.txtpb").read_text("utf-8")
+
+
+def _h100_topology(target: Target) -> topologies.TopologyDescription:
+  """Described GPUs, up to eight to a host."""
+  found = [
+      version
+      for version in (13, 12)
+      if importlib.util.find_spec(f"jax_cuda{version}_plugin")
+  ]
+  if not found:
+    _optional.require("jax_cuda13_plugin", "cuda")
+  # The plugin looks for a driver of its liking, unless told not to.
+  os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+  n = target.shape[0]
+  hosts = -(-n // _GPUS_PER_HOST)
+
+  def describe() -> topologies.TopologyDescription:
+    return topologies.get_topology_desc(
+        platform="cuda",
+        target_config=_h100_description(),
+        topology=f"1x{hosts}x{n // hosts}",  # Of one network partition.
+    )
+
+  try:
+    return describe()
+  except NotImplementedError:
+    # JAX has started without this plugin, which has found no driver.
+    plugin = importlib.import_module(f"jax_plugins.xla_cuda{found[0]}")
+    plugin.initialize()
+    return describe()
+
+
+def _tpu_topology(target: Target) -> topologies.TopologyDescription:
+  """Described TPUs; tells `libtpu` that there are none here."""
+  _optional.require("libtpu", "tpu")
+  quiet = {
+      # Several processes compile at the same time.
+      "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+      # No questions to a metadata server, and an answer to what it would say.
+      "TPU_SKIP_MDS_QUERY": "1",
+      "TPU_ACCELERATOR_TYPE": "v5p-8",
+      "TPU_WORKER_HOSTNAMES": "localhost",
+      "TPU_WORKER_ID": "0",
+      # No log files.
+      "TPU_LOG_DIR": "disabled",
+  }
+  for name, value in quiet.items():
+    os.environ.setdefault(name, value)
+  shape = target.name.partition(":")[2]
+  return topologies.get_topology_desc(
+      platform="tpu",
+      topology_name=f"{target.family}:{shape}",
+      **_TPUS[target.family].options,
+  )
+
+
+def _cpu_devices(target: Target) -> list[Any]:
+  """Simulated devices of this process, made if it has none yet."""
+  n = target.shape[0]
+  flag = "--xla_force_host_platform_device_count"
+  if flag not in os.environ.get("XLA_FLAGS", ""):
+    try:
+      jax.config.update("jax_num_cpu_devices", n)
+    except RuntimeError:
+      pass  # Too late: take those that there are.
+  found = jax.devices("cpu")
+  if len(found) < n:
+    raise ValueError(
+        f"target={target.name!r} needs {n} simulated devices and this process"
+        f" has started with {len(found)}: start it with XLA_FLAGS={flag}={n}"
+    )
+  return found[:n]

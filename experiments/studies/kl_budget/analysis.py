@@ -1,0 +1,138 @@
+"""Tables and pictures of the KL budgets, from saved rows."""
+
+from collections.abc import Mapping, Sequence
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from experiments.runs import run_plot
+from experiments.studies import curves
+from experiments.studies.kl_budget import sweep
+from experiments.studies.sweeps import Row
+
+_HEAD = (
+    "budget, nats per token",
+    "seeds",
+    "tail reward",
+    "held-out accuracy",
+    "worst drop",
+    "largest KL",
+    "skipped steps",
+    "realised / predicted KL",
+)
+_NOTES = """\
+Mean over seeds [95 % bootstrap interval over seeds]. Tail reward: mean training
+reward of the last third of the updates. Worst drop: of the 5-update running
+mean of the training reward from its earlier maximum. Largest KL: realised by
+one update, over all updates and seeds. Skipped steps: of all seeds. Realised /
+predicted KL: median [5 %, 95 %] over all updates of all seeds. Without a budget
+no KL is measured (-). Differences are paired by seed.
+"""
+
+
+def kl_pairs(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+  """Predicted and realised KL of every step that was taken.
+
+  Returns:
+    Float64 `[steps]` each; empty without a budget.
+  """
+  pairs = [
+      (curves.curve(row, "kl/predicted"), curves.curve(row, "kl/realised"))
+      for row in rows
+  ]
+  predicted = np.concatenate([x for x, y in pairs if x.size == y.size])
+  realised = np.concatenate([y for x, y in pairs if x.size == y.size])
+  taken = np.isfinite(predicted) & (predicted > 0) & np.isfinite(realised)
+  return predicted[taken], realised[taken]
+
+
+def table(rows: Sequence[Row]) -> str:
+  """Markdown: one table a part, one line a cell."""
+  out = ""
+  for part, cells in curves.by_cell(rows, sweep.FULL).items():
+    lines = [_line(cell, of_cell) for cell, of_cell in cells.items()]
+    out += f"### {part}\n\n{curves.markdown(_HEAD, lines)}\n"
+    out += f"### {part}: annealed against the others\n\n{_annealed(cells)}\n"
+  return out + _NOTES
+
+
+def _annealed(cells: Mapping[str, Sequence[Row]]) -> str:
+  """Differences of the budget that falls from the others, paired by seed."""
+  lines = []
+  for name in (name for name in cells if name.startswith("annealed")):
+    for other in (other for other in cells if other != name):
+      found = [
+          curves.paired(cells[name], cells[other], lambda row: None, number)
+          for number in (curves.tail_reward, curves.accuracy)
+      ]
+      label = f"annealed - {other}"
+      lines.append([label, len(found[0]), *map(curves.signed, found)])
+  head = ["difference", "seeds", "tail reward", "held-out accuracy"]
+  return curves.markdown(head, lines)
+
+
+def _line(cell: str, rows: Sequence[Row]) -> list[Any]:
+  predicted, realised = kl_pairs(rows)
+  drop = lambda row: curves.worst_drop(curves.curve(row, curves.REWARD))
+  skipped = [curves.skipped(row) for row in rows]
+  return [
+      cell,
+      len(rows),
+      curves.over_seeds(rows, curves.tail_reward),
+      curves.over_seeds(rows, curves.accuracy),
+      curves.over_seeds(rows, drop),
+      float(realised.max()) if realised.size else None,
+      None if None in skipped else sum(skipped),
+      _ratio(realised / predicted) if realised.size else None,
+  ]
+
+
+def _ratio(values: np.ndarray) -> str:
+  low, median, high = np.percentile(values, [5, 50, 95])
+  return f"{median:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def figure_of(rows: Sequence[Row]) -> Any:
+  """The picture: for each part reward by update, and calibration of the KL."""
+  parts = curves.by_cell(rows, sweep.FULL)
+  figure = run_plot.make_figure(12, 4.5 * len(parts))
+  panels = figure.subplots(len(parts), 2, squeeze=False)
+  for (part, cells), (left, right) in zip(parts.items(), panels, strict=True):
+    for number, (cell, of_cell) in enumerate(cells.items()):
+      color = f"C{number}"
+      values = [curves.curve(row, curves.REWARD) for row in of_cell]
+      free = curves.skipped(of_cell[0]) is None
+      curves.plot_spread(
+          left, values, cell, width=5, color=color, ls="--" if free else "-"
+      )
+      predicted, realised = kl_pairs(of_cell)
+      if predicted.size:
+        right.plot(predicted, realised, ".", color=color, ms=3, label=cell)
+    _finish(part, left, right)
+  return figure
+
+
+def _finish(part: str, left: Any, right: Any) -> None:
+  curves.finish(
+      left,
+      f"{part}: training reward, range over seeds",
+      "update",
+      "5-update means",
+  )
+  if right.lines:
+    right.set(xscale="log", yscale="log")
+    ends = [*right.get_xlim(), *right.get_ylim()]
+    ends = [min(ends), max(ends)]
+    right.plot(ends, ends, "k-", linewidth=0.8)
+  curves.finish(
+      right,
+      f"{part}: KL of one update, nats per token",
+      "predicted",
+      "realised",
+  )
+
+
+def draw(rows: Sequence[Row], out: pathlib.Path) -> None:
+  """Writes `table.md` and `kl_budget.png` into `out`."""
+  curves.save(out, "kl_budget", table(rows), figure_of(rows))

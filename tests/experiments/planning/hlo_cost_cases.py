@@ -1,0 +1,100 @@
+"""Collectives on eight simulated devices, counted; run by `hlo_test.py`."""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from experiments.planning import hlo_cost
+
+N = 8
+ROWS, COLUMNS = 64, 128
+BYTES = ROWS * COLUMNS * 4  # Of one device's float32 block.
+
+
+def mesh():
+  return jax.sharding.Mesh(np.asarray(jax.devices()), ("x",))
+
+
+def counted(fun, *shapes_and_specs):
+  arguments = [
+      jax.ShapeDtypeStruct(
+          shape, jnp.float32, sharding=NamedSharding(mesh(), spec)
+      )
+      for shape, spec in shapes_and_specs
+  ]
+  return hlo_cost.cost(jax.jit(fun).lower(*arguments).compile().as_text())
+
+
+@pytest.mark.parametrize(
+    "collective,kind,expected",
+    [
+        (lambda x: lax.psum(x, "x"), "all-reduce", BYTES),
+        # The result is the larger one, ...
+        (lambda x: lax.all_gather(x, "x"), "all-gather", N * BYTES),
+        # ... and here the operand.
+        (
+            lambda x: lax.psum_scatter(x, "x", tiled=True),
+            "reduce-scatter",
+            BYTES,
+        ),
+        (
+            lambda x: lax.all_to_all(x, "x", 0, 0, tiled=True),
+            "all-to-all",
+            BYTES,
+        ),
+        (
+            lambda x: lax.ppermute(
+                x, "x", [(i, (i + 1) % N) for i in range(N)]
+            ),
+            "collective-permute",
+            BYTES,
+        ),
+    ],
+)
+@pytest.mark.parametrize("turns", [1, 5])
+def test_a_collective_counts_as_often_as_it_runs(
+    collective, kind, expected, turns
+):
+  def block(x):
+    def turn(carry, _):
+      y = collective(jnp.sin(carry))
+      return carry + jnp.sum(y), None
+
+    return lax.scan(turn, x, None, length=turns)[0]
+
+  found = counted(
+      jax.shard_map(
+          block, mesh=mesh(), in_specs=P("x"), out_specs=P("x"), check_vma=False
+      ),
+      ((N * ROWS, COLUMNS), P("x")),
+  )
+  assert found.collective_bytes == {kind: turns * expected}
+  assert found.flops == found.unknown_loops == 0
+
+
+def test_a_sharded_stack_of_layers():
+  layers, d, tokens = 6, 256, 512
+
+  def loss(weights, x):
+    def layer(x, w):
+      return jnp.tanh(x @ w), None
+
+    return jnp.sum(lax.scan(layer, x, weights)[0])
+
+  found = counted(
+      jax.grad(loss),
+      ((layers, d, d), P(None, None, "x")),
+      ((N * tokens, d), P("x")),
+  )
+  # Forward, and towards the input and the weight; the first layer's input has
+  # a gradient too, as the loop does not know that nobody wants it.
+  assert found.flops == 3 * layers * 2 * tokens * d * d
+  # Each layer's kernel is gathered forward and backward; its gradient is summed
+  # over devices in whole, as CPUs do not fuse the sum with the split.
+  assert found.collective_bytes["all-gather"] == 2 * layers * d * d * 4
+  reduced = {k: v for k, v in found.collective_bytes.items() if "reduce" in k}
+  assert sum(reduced.values()) == pytest.approx(layers * d * d * 4, rel=0.01)

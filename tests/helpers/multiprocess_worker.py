@@ -1,0 +1,106 @@
+"""One process of `multiprocess_test.py`, or the only one.
+
+  python multiprocess_worker.py TASK FOLDER PORT N_PROCESSES INDEX
+
+TASK `step`: an update of fixed data; writes what it made to `FOLDER/step.npz`.
+TASK `train`: a short training run that lives in FOLDER.
+"""
+
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+from experiments import train
+from experiments.configs import quickstart
+from experiments.learning import batches, compiled_step, optimizers
+from experiments.models import decoder, tiny
+from experiments.parallel import sharding
+from experiments.rollouts.generate import Rollout
+
+
+def make_config():
+  """The quickstart, small, on all devices of all processes."""
+  c = quickstart.get_config().unlock()
+  c.update_from_flattened_dict(
+      {
+          "model": "tiny",
+          "updates": 2,
+          "mesh.fsdp": 2,
+          "mesh.tensor": jax.device_count() // 2,
+          "rollout.prompts": 8,
+          "rollout.responses": 8,
+          "rollout.temperature": 1.0,
+          "rollout.max_prompt_tokens": 16,
+          "rollout.max_new_tokens": 2,
+          "loss.row_tokens": (32,),
+          "loss.micro_rows": 4,
+          "optimizer.rank": 4,
+          "optimizer.learning_rate": 1e-3,
+          "kl.budget": 1e-4,
+          "kl.final_budget": 1e-4,
+          "evaluate.every": 2,
+          "evaluate.prompts": 16,
+          "checkpoint.every": 1,
+          "log.tensorboard": False,
+      }
+  )
+  return c.lock()
+
+
+def make_batch(config, n_words):
+  """Random responses, the same in every process."""
+  rng = np.random.default_rng(0)
+  n = config.rollout.prompts * config.rollout.responses
+  shape = (n, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+  new = np.arange(shape[1])[None] >= config.rollout.max_prompt_tokens
+  completion = np.broadcast_to(new, shape)
+  log_probs = np.where(completion, -np.log(n_words), 0.0)
+  made = Rollout(
+      tokens=rng.integers(n_words, size=shape).astype(np.int32),
+      valid=np.ones(shape, bool),
+      completion_mask=completion,
+      log_probs=log_probs.astype(np.float32),
+      finished=np.ones(n, bool),
+  )
+  return batches.make_batch(config, made, rng.normal(size=n))[0]
+
+
+def step(folder):
+  config = make_config()
+  mesh = sharding.make_mesh(config.mesh)
+  loaded = tiny.make_tiny(config.seed)
+  model = decoder.Decoder(compiled_step.configure(loaded.config, config))
+  tx = optimizers.make_optimizer(config)
+  with jax.set_mesh(mesh):
+    state = compiled_step.init_state(config, loaded.params, tx, mesh)
+    batch = make_batch(config, loaded.config.vocab_size)
+    batch = batches.put(batch, mesh)
+    update = compiled_step.jit_update(model, tx, config, state, mesh)
+    before = sharding.fetch(state.params)
+    state, metrics = update(state, batch)
+    found = sharding.fetch(
+        {"after": state.params, "state": state.opt_state, "metrics": metrics}
+    )
+  leaves = jax.tree_util.tree_leaves_with_path(found | {"before": before})
+  if sharding.is_first_process():
+    arrays = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    np.savez(folder / "step.npz", **arrays)
+
+
+def main(task, folder, port, n_processes, index):
+  if int(n_processes) > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"localhost:{port}", int(n_processes), int(index)
+    )
+  folder = pathlib.Path(folder)
+  if task == "step":
+    step(folder)
+  else:
+    train.train(make_config(), folder)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

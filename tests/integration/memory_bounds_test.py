@@ -1,0 +1,39 @@
+"""The memory that the real update takes on a real target, bounded.
+
+What a TPU's compiler says of the program that trains; see
+docs/results/memory for all rows.
+"""
+
+import importlib.util
+
+import pytest
+
+from experiments.planning import plan as plan_lib
+
+GIB = 2**30
+# Dense Adam in float32 on four v5p chips, as measured before there was LoGRA.
+DENSE_1_5B, DENSE_7B = 7.25 * GIB, 32.69 * GIB
+
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"),
+    reason="libtpu is not installed (the extra 'tpu')",
+)
+
+
+def plan(model):
+  request = plan_lib.Request(model, "v5p:2x2x1", rank=256, tokens=2048)
+  return plan_lib.plan(request)
+
+
+@pytest.mark.slow  # Two minutes.
+def test_1_5_billion_parameters():
+  found = plan("qwen2.5-1.5b")
+  assert found.peak_bytes < 0.21 * DENSE_1_5B
+  assert found.peak_bytes < 2.1 * found.floor_bytes
+
+
+@pytest.mark.slow
+def test_7_billion_parameters():  # A minute and a half.
+  found = plan("qwen2.5-7b")
+  assert found.peak_bytes < 0.16 * DENSE_7B
+  assert found.peak_bytes < 1.5 * found.floor_bytes

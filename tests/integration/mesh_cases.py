@@ -1,0 +1,434 @@
+"""Cases of `mesh_test.py`; they need eight devices."""
+
+import functools
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import train
+from experiments.configs import tiny
+from experiments.learning import batches, compiled_step, optimizers
+from experiments.models import decoder
+from experiments.models import tiny as tiny_model
+from experiments.parallel import sharding
+from experiments.planning import hlo_cost
+from experiments.rollouts import decode_steps, generate
+from experiments.rollouts.sampling import Sampling
+from experiments.runs import record
+import logra_jax
+
+PROMPT, NEW, VOCAB = 6, 5, 64
+
+# fsdp=8 divides no side of a feed-forward kernel, and tensor=4 has more
+# devices than there are key-value heads.
+SHAPES = {
+    "vocab_size": VOCAB,
+    "d_model": 36,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 6,
+    "d_ff": 44,
+    "max_length": 32,
+}
+# Blocks of 4 or 3 tokens do not divide the rows of 16 tokens, 3 not 11.
+VARIANTS = {
+    "untied, trained": (
+        {"qkv_bias": True},
+        # 8 is fsdp=2 * tensor=4; fsdp=8 takes it whole.
+        {
+            "optimizer.others": "adam",
+            "attention_block": 3,
+            "optimizer.rank": 8,
+        },
+    ),
+    "tied, frozen, blocks": (
+        {"tied_head": True, "qk_norm": True},
+        {"optimizer.rank": 3, "token_block": 5, "remat": True},
+    ),
+}
+# Each compiles an update; two show the rules, the others their corners.
+CASES = [
+    ("untied, trained", {"fsdp": 2, "tensor": 4}),
+    ("tied, frozen, blocks", {"data": 2, "fsdp": 2, "tensor": 2}),
+]
+MORE = [
+    ("untied, trained", {"data": 2}),
+    ("untied, trained", {"fsdp": 8}),
+    ("untied, trained", {"fsdp": 4}),
+    ("tied, frozen, blocks", {"fsdp": 2}),
+    ("tied, frozen, blocks", {"tensor": 2}),
+    ("tied, frozen, blocks", {"tensor": 4}),
+    ("tied, frozen, blocks", {"data": 8}),
+]
+
+
+def make_mesh(sizes):
+  sizes = {"data": 1, "fsdp": 1, "tensor": 1} | sizes
+  n = int(np.prod(list(sizes.values())))
+  return sharding.make_mesh(sizes, jax.devices()[:n])
+
+
+def make_config(changes):
+  c = tiny.get_config().unlock()
+  c.update_from_flattened_dict(
+      {
+          "rollout.prompts": 8,
+          "rollout.responses": 2,
+          "rollout.max_prompt_tokens": PROMPT,
+          "rollout.max_new_tokens": NEW,
+          "loss.row_tokens": (PROMPT + 2 * NEW,),
+          "loss.micro_rows": 4,
+          "loss.chunk": 16,
+          # Nothing is clipped: the log-probs of the batch are made up.
+          "loss.clip_low": 1.0,
+          "loss.clip_high": 1e3,
+          "optimizer.rank": 4,
+          "optimizer.learning_rate": 1e-2,
+          # Adam divides by |gradient| + eps: no gradient is smaller than noise.
+          "optimizer.eps": 1e-3,
+          "kl.probe_responses": 8,
+          "kl.budget": 1e-3,
+          "kl.final_budget": 1e-3,
+      }
+  )
+  c.update_from_flattened_dict(changes)
+  return c.lock()
+
+
+def make_batch(config):
+  """Random responses of random lengths, to prompts padded on the left."""
+  rng = np.random.default_rng(0)
+  n = config.rollout.prompts * config.rollout.responses
+  length = PROMPT + NEW
+  group = config.rollout.responses
+  prompts = rng.integers(VOCAB, size=(n // group, PROMPT)).repeat(group, 0)
+  start = rng.integers(PROMPT - 1, size=(n // group, 1)).repeat(group, 0)
+  end = PROMPT + rng.integers(1, NEW + 1, size=(n, 1))
+  place = np.arange(length)[None]
+  completion = (place >= PROMPT) & (place < end)
+  tokens = np.concatenate([prompts, rng.integers(VOCAB, size=(n, NEW))], 1)
+  made = generate.Rollout(
+      tokens=tokens.astype(np.int32),
+      valid=(place >= start) & (place < end),
+      completion_mask=completion,
+      log_probs=np.where(completion, -np.log(VOCAB), 0).astype(np.float32),
+      finished=end[:, 0] < length,
+  )
+  return batches.make_batch(config, made, rng.normal(size=n))[0]
+
+
+class Case:
+  """One update of a variant on a mesh."""
+
+  def __init__(self, name, sizes):
+    shapes, changes = VARIANTS[name]
+    self.config = make_config(changes)
+    architecture = decoder.DecoderConfig(**SHAPES | shapes)
+    self.mesh = make_mesh(sizes)
+    sharding.check_model(architecture, self.mesh)
+    self.model = decoder.Decoder(
+        compiled_step.configure(architecture, self.config)
+    )
+    params = jax.jit(self.model.init)(
+        jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+    )["params"]
+    # Large enough that attention and logits depend on every weight.
+    self.params = jax.tree.map(
+        lambda x: x * 8 if x.ndim == 2 and VOCAB in x.shape else x, params
+    )
+    self.tx = optimizers.make_optimizer(self.config)
+
+  def start(self):
+    state = compiled_step.init_state(
+        self.config, self.params, self.tx, self.mesh
+    )
+    batch = make_batch(self.config)
+    return state, batches.put(batch, self.mesh)
+
+  def step(self, state):
+    return compiled_step.jit_update(
+        self.model, self.tx, self.config, state, self.mesh
+    )
+
+
+@functools.cache
+def single(name):
+  """State before, state after and metrics on one device, as NumPy arrays."""
+  case = Case(name, {})
+  with jax.set_mesh(case.mesh):
+    state, batch = case.start()
+    before = jax.tree.map(np.array, state)
+    after = case.step(state)(state, batch)
+  return before, *jax.tree.map(np.array, after)
+
+
+def by_path(tree):
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+slow = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
+
+
+@pytest.mark.parametrize("name, sizes", CASES + slow)
+def test_an_update_is_the_update_on_one_device(name, sizes):
+  before, after, metrics = single(name)
+  case = Case(name, sizes)
+  with jax.set_mesh(case.mesh):
+    state, batch = case.start()
+    step = case.step(state)
+    found, found_metrics = step(state, batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
+    found_metrics = jax.tree.map(np.array, found_metrics)
+    got = jax.tree.map(np.array, found)
+    # The new state lies where the next update expects it.
+    step(found, batch)
+    assert step._cache_size() == 1
+  assert 0 < metrics["kl/step_scale"] < 3 and metrics["kl/skipped"] == 0
+  assert found_metrics.keys() == metrics.keys()
+  for key, value in metrics.items():
+    np.testing.assert_allclose(
+        found_metrics[key], value, rtol=1e-4, atol=1e-6, err_msg=key
+    )
+  for key, value in by_path(after.opt_state).items():
+    atol = 1e-5 * np.abs(value).max(initial=0)
+    np.testing.assert_allclose(
+        by_path(got.opt_state)[key], value, rtol=1e-4, atol=atol, err_msg=key
+    )
+  all_trained = case.config.optimizer.others == "adam"
+  for path, old in by_path(before.params).items():
+    new = by_path(after.params)[path]
+    moved = np.abs(new - old).max()
+    trained = all_trained or ("_proj" in path and "kernel" in path)
+    assert moved > 1e-4 if trained else moved == 0, path
+    # A factor may round to the other bfloat16, 2⁻⁸ of it away.
+    off = np.abs(by_path(got.params)[path] - new).max()
+    assert off <= 1e-2 * moved, (path, moved, off)
+
+
+def test_weights_and_state_are_split_and_not_copied():
+  case = Case("untied, trained", {"fsdp": 2, "tensor": 4})
+  with jax.set_mesh(case.mesh):
+    state, _ = case.start()
+    grads = jax.jit(sketches, static_argnums=0)(case.model, state)
+  for tree in (state, grads):
+    whole = sum(x.nbytes for x in jax.tree.leaves(tree))
+    mine = sum(
+        x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree)
+    )
+    assert mine < 0.16 * whole, (mine, whole)  # An eighth, and small vectors.
+    for path, x in by_path(tree).items():
+      if re.search(r"_proj.*kernel|embedding|lm_head", path):
+        if ".rms" not in path:  # One number for an output: where it is used.
+          part = x.addressable_shards[0].data.size / x.size
+          assert part == 1 / 8, (path, part)
+
+
+def sketches(model, state):
+  """Gradients of the targets, as the learner splits them."""
+
+  def loss(params):
+    tokens = jnp.zeros((8, 4), jnp.int32)
+    return jnp.sum(model.apply({"params": params}, tokens))
+
+  _, grads = logra_jax.value_and_grad(loss)(state.params, state.opt_state)
+  return sharding.constrain_gradients(grads, state.params)
+
+
+def collectives(optimizer, mesh):
+  """What the whole update without probe sends.
+
+  Returns:
+    Kind and shape of every array, operands and results; bytes of each kind on
+    a device; shapes of the target kernels, without the layer axis.
+  """
+  shapes = SHAPES | {"d_model": 40, "d_ff": 48, "qkv_bias": True}
+  config = make_config(
+      {
+          "optimizer.name": optimizer,
+          "optimizer.rank": 3,
+          "loss.micro_rows": 8,
+          "kl.enabled": False,
+      }
+  )
+  architecture = decoder.DecoderConfig(**shapes)
+  lowered = compiled_step.lower_update(architecture, config, make_mesh(mesh))
+  text = lowered.compile().as_text()
+  moved = [
+      (i.op.removesuffix("-start"), shape.dims)
+      for body in hlo_cost.parse(text).computations.values()
+      for i in body.values()
+      if i.op.removesuffix("-start") in hlo_cost.COLLECTIVES
+      for name in i.operands
+      for shape in (*i.shapes, *body[name].shapes)
+  ]
+  cost = hlo_cost.cost(text)
+  assert not cost.unknown_loops
+  state, _ = compiled_step.abstract_arguments(
+      architecture, config, make_mesh(mesh)
+  )
+  kernels = [
+      x.shape[1:]
+      for path, x in by_path(state.params).items()
+      if re.search(r"_proj.*kernel", path)
+  ]
+  return moved, cost.collective_bytes, kernels
+
+
+def shapes_of(moved, *kinds):
+  """Without axes of size 1."""
+  return {
+      tuple(d for d in dims if d > 1) for kind, dims in moved if kind in kinds
+  }
+
+
+@pytest.mark.parametrize(
+    "axis", ["fsdp", pytest.param("data", marks=pytest.mark.slow)]
+)
+def test_gradients_travel_as_sketches(axis):
+  """And dense ones, in the same program, as kernels."""
+  thin, thin_bytes, kernels = collectives("logra", {axis: 8})
+  dense, dense_bytes, _ = collectives("dense_adam", {axis: 8})
+  sums = ("all-reduce", "reduce-scatter")
+  found = shapes_of(thin, *sums)
+  assert {(3, d_out) for _, d_out in kernels} <= found, found
+  assert not found & {*kernels, *(k[::-1] for k in kernels)}, found
+  whole = shapes_of(dense, *sums)  # Or their transposes.
+  assert all({k, k[::-1]} & whole for k in kernels), whole
+  for moved in (thin, dense):  # The embedding and the head stay where they are.
+    assert not shapes_of(moved, *hlo_cost.COLLECTIVES) & {
+        (VOCAB, 40),
+        (40, VOCAB),
+    }
+  # Of two layers in float32; what both reduce besides is no gradient.
+  n_sketches = 2 * 4 * sum(3 * d_out for _, d_out in kernels)
+  n_kernels = 2 * 4 * sum(d_in * d_out for d_in, d_out in kernels)
+  total = lambda n_bytes: sum(n_bytes.get(kind, 0) for kind in sums)
+  saved = total(dense_bytes) - total(thin_bytes)
+  # And flags whether a dense gradient is finite.
+  np.testing.assert_allclose(saved, n_kernels - n_sketches, rtol=0.05)
+  if axis == "data":  # Nothing besides but a few scalars.
+    assert n_sketches < total(thin_bytes) < n_sketches + 64
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"fsdp": 3}, "fsdp=3.* = 3 devices, but there are 8.*must be"),
+        ({"fsdp": 16}, "= 16 devices, but there are 8"),
+        ({"data": 0}, "config.mesh.data=0 must be a positive int"),
+        ({"tensor": -2}, "config.mesh.tensor=-2 must be a positive int"),
+        ({"fsdp": 2.0}, "config.mesh.fsdp=2.0 must be a positive int"),
+        ({"fsdp": True}, "config.mesh.fsdp=True must be a positive int"),
+    ],
+)
+def test_a_mesh_that_cannot_be(sizes, message):
+  with pytest.raises(ValueError, match=message):
+    sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1} | sizes)
+
+
+@pytest.mark.parametrize("name, size", [("n_heads", 6), ("d_ff", 42)])
+def test_a_model_that_the_tensor_axis_cannot_split(name, size):
+  shapes = SHAPES | {"n_heads": 8, name: size}
+  message = f"tensor=4 cannot split .* {name}={size}; give a divisor"
+  with pytest.raises(ValueError, match=message):
+    sharding.check_model(
+        decoder.DecoderConfig(**shapes), make_mesh({"tensor": 4, "fsdp": 2})
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"rollout.prompts": 6, "rollout.responses": 4},
+            "config.rollout.prompts=6 ",
+        ),
+        ({"loss.micro_rows": 4}, "config.loss.micro_rows=4 "),
+        ({"kl.probe_responses": 3}, "config.kl.probe_responses=3 "),
+    ],
+)
+def test_a_batch_that_devices_cannot_share(changes, message, tmp_path):
+  shared = {"mesh.data": 2, "mesh.fsdp": 4, "mesh.tensor": 1}
+  config = make_config({"loss.micro_rows": 8} | shared | changes)
+  with pytest.raises(ValueError, match=f"{message}.* = 8 devices; give"):
+    train.train(config, tmp_path)
+
+
+MOVED = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+
+
+def run(path, changes):
+  config = tiny.get_config().unlock()
+  config.update_from_flattened_dict(
+      {"updates": 2, "kl.probe_responses": 8, "checkpoint.every": 1} | changes
+  )
+  train.train(config.lock(), path)
+  return record.read_rows(path / record.FILENAME)
+
+
+def assert_same_record(rows, wanted_rows):
+  for row, wanted_row in zip(rows, wanted_rows, strict=True):
+    assert row.keys() == wanted_row.keys()
+    for name, value in wanted_row.items():
+      if not name.startswith("time/") and "second" not in name:
+        np.testing.assert_allclose(
+            row[name], value, rtol=1e-3, atol=1e-6, err_msg=name
+        )
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mesh_is_the_run_on_one_device(tmp_path, monkeypatch):
+  """Same tokens, rewards and KL; and it goes on on other devices."""
+  make = sharding.make_mesh
+  with monkeypatch.context() as patch:
+    one = jax.devices()[:1]
+    patch.setattr(sharding, "make_mesh", lambda sizes: make(sizes, one))
+    wanted = run(tmp_path / "one", {})
+  path = tmp_path / "mesh"
+  assert_same_record(run(path, MOVED), wanted)
+  shutil.rmtree(path / "checkpoints" / "000002")
+  assert_same_record(run(path, {"mesh.fsdp": 8}), wanted)
+
+
+def test_caches_are_split():
+  """Over responses and key-value heads, also while responses are sampled."""
+  loaded = tiny_model.make_tiny(0)
+  layers, features = loaded.config.n_layers, loaded.config.head_dim
+  mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+  where = sharding.shardings(loaded.params, loaded.params, mesh)
+  options = decode_steps.Options(Sampling(4, temperature=1.0), (1,))
+  config = loaded.config
+  with jax.set_mesh(mesh):
+    sampler = decode_steps.Sampler(
+        sharding.put(loaded.params, where),
+        jax.random.key(0),
+        np.float32(1),
+        None,
+    )
+    slots = decode_steps.empty(config, 32, 10, 4, "float32")
+    model, number = decoder.Decoder(config), np.int32(0)
+    lowered = (
+        decode_steps.read_prompts.lower(
+            model,
+            sampler.params,
+            np.zeros((8, 10), np.int32),
+            np.ones((8, 10), bool),
+            "float32",
+        ),
+        decode_steps.decode.lower(
+            model, options, sampler, slots, number, number
+        ),
+    )
+  # 8 prompts of 10 tokens, then 8 · 4 responses of 13 (the last of 10 + 4 is
+  # never read), two heads: of each an eighth.
+  for lowering, size in zip(lowered, (8 * 10 * 2, 32 * 13 * 2), strict=True):
+    cache = rf"f32\[{layers},(\d+),(\d+),(\d+),(\d+)\]"
+    found = re.findall(cache, lowering.compile().as_text())
+    sizes = {np.prod([int(n) for n in dims]) for dims in found}
+    assert size * features // 8 in sizes and size * features not in sizes
