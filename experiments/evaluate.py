@@ -1,318 +1,27 @@
-"""How good a model is on held-out prompts: pass@k and maj@k, by task.
+"""Measures a model on held-out prompts: pass@k and maj@k, by task.
 
-  python -m experiments.evaluate --model=DIR --task=addition [--samples=8 \\
-    --k=1,4,8 --out=DIR]
+  python -m experiments.evaluate --model=DIR --task=addition
+  python -m experiments.evaluate --model=RUN --samples=8 --k=1,4,8 --out=DIR
 
 The model is a Hugging Face directory, a GGUF file, or the workdir of a training
-run. One sample is decoded greedily; several are drawn.
+run. One sample per prompt is decoded greedily; several are drawn.
+docs/evaluation.md explains the metrics.
 """
 
-from collections.abc import Mapping, Sequence
 import json
 import pathlib
-import sys
-from typing import Any
 
-from absl import app, flags, logging
+from absl import flags
 import jax
-import numpy as np
 
+from experiments import _cli, tasks
 from experiments import rewards as rewards_lib
-from experiments import tasks
-from experiments.evaluation import pass_at_k, samples_page
-from experiments.evaluation.samples_page import Sample as Sample
+from experiments.evaluation import heldout, pass_at_k, samples_page
 from experiments.models import decoder
-from experiments.models.tokenizer import Tokenizer
-from experiments.parallel import sharding
-from experiments.reporting import intervals
-from experiments.rollouts import generate as generate_lib
+from experiments.rollouts import chat
 from experiments.rollouts import sampler as sampler_lib
 from experiments.rollouts.sampling import Sampling
-from experiments.runs import checkpoints
-
-PyTree = Any
-
-# Metrics by name, of one task.
-Metrics = dict[str, intervals.Interval]
-
-# A reward that is a sum of weighted parts misses its total by a rounding.
-_ROUNDING = 1e-5
-
-# Responses that are decoded at once, at most.
-_SLOTS = 256
-
-# What a user can do something about.
-_FAILURES = (ValueError, OSError, ImportError, checkpoints.CheckpointError)
-
-
-def encode_prompts(
-    tokenizer: Tokenizer, examples: Sequence[tasks.Example]
-) -> list[list[int]]:
-  """Token ids of each example's prompt, rendered with the chat template."""
-  return [
-      tokenizer.encode(tokenizer.apply_chat(example.prompt))
-      for example in examples
-  ]
-
-
-def decode_completions(
-    tokenizer: Tokenizer, rollout: generate_lib.Rollout
-) -> list[str]:
-  """The text of each row's generated tokens, special tokens left out."""
-  tokens = np.asarray(rollout.tokens)
-  mask = np.asarray(rollout.completion_mask)
-  return [
-      tokenizer.decode(row[keep])
-      for row, keep in zip(tokens, mask, strict=True)
-  ]
-
-
-def pair(
-    tokenizer: Tokenizer,
-    examples: Sequence[tasks.Example],
-    rollout: generate_lib.Rollout,
-) -> tuple[list[tasks.Example], list[str]]:
-  """Each response's example, and its text; those of an example are adjacent."""
-  completions = decode_completions(tokenizer, rollout)
-  n = len(completions) // len(examples)
-  return [example for example in examples for _ in range(n)], completions
-
-
-def respond(
-    model: decoder.Decoder,
-    params: PyTree,
-    tokenizer: Tokenizer,
-    examples: Sequence[tasks.Example],
-    key: jax.Array,
-    *,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
-    temperature: float,
-    group_size: int = 1,
-) -> generate_lib.Rollout:
-  """Responses to the examples' prompts; arguments as for `rollout.generate`.
-
-  Args:
-    model: the decoder.
-    params: its parameters.
-    tokenizer: the model's tokenizer.
-    examples: one per prompt.
-    key: a `jax.random` key.
-    max_prompt_tokens: length that prompts are padded to.
-    max_new_tokens: limit of a response in tokens.
-    temperature: 0 is greedy decoding.
-    group_size: responses to each prompt; they are adjacent.
-
-  Returns:
-    A rollout of `len(examples) * group_size` responses.
-
-  Raises:
-    ValueError: a prompt is longer than `max_prompt_tokens`.
-  """
-  sampler = sampler_lib.LocalSampler(
-      model, params, tokenizer, max_prompt_tokens=max_prompt_tokens
-  )
-  return sampler.sample(
-      encode_prompts(tokenizer, examples),
-      key,
-      Sampling(max_new_tokens=max_new_tokens, temperature=temperature),
-      group_size=group_size,
-  )
-
-
-def score(
-    task: tasks.Task,
-    tokenizer: Tokenizer,
-    examples: Sequence[tasks.Example],
-    rollout: generate_lib.Rollout,
-) -> tuple[list[str], np.ndarray]:
-  """Text and reward of each response of `respond`.
-
-  Returns:
-    The completions, and `[len(completions)]` float32 rewards.
-  """
-  repeated, completions = pair(tokenizer, examples, rollout)
-  return completions, tasks.checked_rewards(task, repeated, completions)
-
-
-def collect(
-    sampler: sampler_lib.Sampler,
-    tokenizer: Tokenizer,
-    task: tasks.Task,
-    examples: Sequence[tasks.Example],
-    sampling: Sampling,
-    key: jax.Array,
-    *,
-    samples: int = 1,
-    workers: rewards_lib.RewardWorkers | None = None,
-) -> list[Sample]:
-  """Samples responses to the examples' prompts, and scores them.
-
-  Args:
-    sampler: what answers; it bounds how many responses are decoded at once.
-    tokenizer: the model's.
-    task: whose rewards the samples get, unless there are workers.
-    examples: problems of the task, or of a mixture.
-    sampling: how to choose tokens.
-    key: a `jax.random` key.
-    samples: responses to each prompt.
-    workers: score in other processes with a time limit. If their reward has a
-      part `correctness`, the samples get that part alone.
-
-  Returns:
-    `len(examples) * samples` samples; those of one prompt are adjacent.
-
-  Raises:
-    ValueError: a prompt is too long for the sampler.
-  """
-  prompts = encode_prompts(tokenizer, examples)
-  _check_lengths(prompts, sampler.max_prompt_tokens)
-  rollout = sampler.sample(prompts, key, sampling, group_size=samples)
-  rollout = sharding.fetch(rollout)
-  repeated, completions = pair(tokenizer, examples, rollout)
-  if workers is None:
-    rewards = tasks.checked_rewards(task, repeated, completions)
-  else:
-    scores = workers.score(repeated, completions)
-    rewards = scores.parts.get("correctness", scores.total)
-  lengths = np.sum(rollout.completion_mask, axis=1)
-  texts = [tokenizer.decode(ids, skip_special=False) for ids in prompts]
-  return [
-      Sample(
-          prompt=texts[row // samples],
-          completion=completion,
-          reward=float(rewards[row]),
-          tokens=int(lengths[row]),
-          finished=bool(rollout.finished[row]),
-          task=examples[row // samples].task or task.name,
-      )
-      for row, completion in enumerate(completions)
-  ]
-
-
-def _check_lengths(prompts, limit):
-  """Refuses prompts that are longer than a sampler takes."""
-  lengths = list(map(len, prompts))
-  for index, length in enumerate(lengths):
-    if length > limit:
-      raise ValueError(
-          f"prompt {index} has {length} tokens, more than max_prompt_tokens="
-          f"{limit}: raise it (the longest of these {len(prompts)} prompts has"
-          f" {max(lengths)}) or shorten the prompt"
-      )
-
-
-def summarize(
-    samples: Sequence[Sample],
-    group_size: int,
-    ks: Sequence[int] = (1,),
-    correct_at: float = 1.0,
-) -> dict[str, Metrics]:
-  """Metrics of each task, with bootstrap intervals over its problems.
-
-  Args:
-    samples: of `collect`.
-    group_size: responses to each prompt, n.
-    ks: for each k, `pass@k` (see `passk.pass_at_k`), and above 1 `maj@k`.
-    correct_at: the reward from which on a response is right, for `pass@k`.
-
-  Returns:
-    By the name of the task: `pass@k`, `maj@k`, `reward` (mean), `tokens` (mean
-    length of a response), `finished` (fraction that ended by themselves). With
-    several tasks also `macro average`, in which each has the same weight.
-
-  Raises:
-    ValueError: a k is not 1 to n.
-  """
-  groups: dict[str, list[Sequence[Sample]]] = {}
-  for start in range(0, len(samples), group_size):
-    group = samples[start : start + group_size]
-    groups.setdefault(group[0].task, []).append(group)
-  values = {
-      task: _by_problem(found, ks, correct_at) for task, found in groups.items()
-  }
-  metrics = {
-      task: {name: intervals.interval(x) for name, x in columns.items()}
-      for task, columns in values.items()
-  }
-  if len(values) > 1:
-    names = next(iter(values.values()))
-    metrics["macro average"] = {
-        name: intervals.macro_interval([c[name] for c in values.values()])
-        for name in names
-    }
-  return metrics
-
-
-def _by_problem(groups, ks, correct_at):
-  """Each metric of each problem of one task, `[N]` by name."""
-  of = lambda name: np.array([[getattr(s, name) for s in g] for g in groups])
-  rewards = of("reward")
-  correct = np.sum(rewards >= correct_at - _ROUNDING, axis=1)
-  answers = [[pass_at_k.answer(s.completion) for s in g] for g in groups]
-  columns = {
-      f"pass@{k}": pass_at_k.pass_at_k(rewards.shape[1], correct, k) for k in ks
-  }
-  columns |= {
-      f"maj@{k}": pass_at_k.maj_at_k(answers, rewards, k) for k in ks if k > 1
-  }
-  for name in ("reward", "tokens", "finished"):
-    columns[name] = of(name).mean(axis=1)
-  return columns
-
-
-def evaluate(
-    sampler: sampler_lib.Sampler,
-    tokenizer: Tokenizer,
-    task: tasks.Task,
-    *,
-    max_new_tokens: int,
-    max_prompts: int,
-    workers: rewards_lib.RewardWorkers | None = None,
-) -> tuple[dict[str, float], list[Sample]]:
-  """Decodes greedily and asks the task for rewards.
-
-  Args:
-    sampler: what answers.
-    tokenizer: the model's tokenizer.
-    task: whose held-out examples are used.
-    max_new_tokens: limit of a completion in tokens.
-    max_prompts: how many of the held-out examples, at most.
-    workers: see `collect`.
-
-  Returns:
-    Metrics: `accuracy` (mean reward), `length` (mean tokens of a completion)
-    and `finished` (fraction that ended by themselves); and every sample.
-
-  Raises:
-    ValueError: a prompt is too long for the sampler.
-  """
-  samples = collect(
-      sampler,
-      tokenizer,
-      task,
-      task.heldout()[:max_prompts],
-      Sampling(max_new_tokens=max_new_tokens, temperature=0.0),
-      jax.random.key(0),  # Greedy decoding draws nothing.
-      workers=workers,
-  )
-  mean = lambda name: float(np.mean([getattr(s, name) for s in samples]))
-  metrics = {
-      "accuracy": mean("reward"),
-      "length": mean("tokens"),
-      "finished": mean("finished"),
-  }
-  return metrics, samples
-
-
-def to_table(metrics: Mapping[str, Metrics]) -> str:
-  """The metrics as text: a line for each task and metric."""
-  lines = []
-  for task, columns in metrics.items():
-    lines.append(task)
-    for name, found in columns.items():
-      lines.append(f"  {name:10} {found}")
-  return "\n".join(lines)
+from experiments.runs import restore
 
 
 def _sampling(names: flags.FlagValues) -> Sampling:
@@ -334,11 +43,10 @@ def _sampling(names: flags.FlagValues) -> Sampling:
   )
 
 
-def _run(names: flags.FlagValues) -> tuple[dict[str, Metrics], list[Sample]]:
+def _run(
+    names: flags.FlagValues,
+) -> tuple[dict[str, heldout.Metrics], list[samples_page.Sample]]:
   """The program: metrics and samples by the flags."""
-  # It loads runs of `train`, which evaluates by this module.
-  from experiments.runs import restore
-
   sampling = _sampling(names)
   ks = sorted({int(k) for k in names.k} if names.k else {1, names.samples})
   pass_at_k.check_k(names.samples, ks[0])
@@ -349,7 +57,7 @@ def _run(names: flags.FlagValues) -> tuple[dict[str, Metrics], list[Sample]]:
   longest = names.max_prompt_tokens or max(
       len(prompt)
       for part in examples
-      for prompt in encode_prompts(loaded.tokenizer, part)
+      for prompt in chat.encode_prompts(loaded.tokenizer, part)
   )
   sampler = sampler_lib.LocalSampler(
       decoder.Decoder(loaded.config),
@@ -361,7 +69,7 @@ def _run(names: flags.FlagValues) -> tuple[dict[str, Metrics], list[Sample]]:
   samples = []
   for task, part in zip(chosen, examples, strict=True):
     with rewards_lib.RewardWorkers(task, timeout=names.timeout) as workers:
-      samples += collect(
+      samples += heldout.collect(
           sampler,
           loaded.tokenizer,
           task,
@@ -371,7 +79,10 @@ def _run(names: flags.FlagValues) -> tuple[dict[str, Metrics], list[Sample]]:
           samples=names.samples,
           workers=workers,
       )
-  return summarize(samples, names.samples, ks, names.correct_at), samples
+  return (
+      heldout.summarize(samples, names.samples, ks, names.correct_at),
+      samples,
+  )
 
 
 def _write(names, metrics, samples):
@@ -396,15 +107,11 @@ def _write(names, metrics, samples):
 
 
 def main(names: flags.FlagValues) -> None:
-  logging.set_verbosity(logging.WARNING)  # Orbax tells every step it takes.
-  try:
-    metrics, samples = _run(names)
-  except _FAILURES as error:
-    sys.exit(f"error: {error}")
+  metrics, samples = _run(names)
   for sample in samples[: names.show]:
     question = sample.prompt.strip().replace("\n", "\\n")
     print(f"{sample.reward:.2f}  {question}  ->  {sample.completion!r}")
-  print(to_table(metrics))
+  print(heldout.to_table(metrics))
   n = len(samples) // names.samples
   print(f"{n} held-out prompts, {names.samples} samples each; 95 % intervals")
   if names.out:
@@ -417,21 +124,29 @@ if __name__ == "__main__":
       "task", ["addition"], "A name as in config.task.name; may be repeated."
   )
   flags.DEFINE_integer("samples", 1, "Responses to each prompt.")
-  flags.DEFINE_list("k", [], "Of pass@k and maj@k; else 1 and --samples.")
-  flags.DEFINE_float("temperature", None, "0 for one sample, else 1.")
-  flags.DEFINE_integer("top_k", 0, "Likeliest tokens to draw from; 0 is all.")
-  flags.DEFINE_float("top_p", 1.0, "Share of probability to draw from.")
+  flags.DEFINE_list(
+      "k", [], "Which pass@k and maj@k; default: 1 and --samples."
+  )
+  flags.DEFINE_float(
+      "temperature", None, "Default: 0 for one sample, 1 for several."
+  )
+  flags.DEFINE_integer(
+      "top_k", 0, "Draw from the k likeliest tokens; 0 means all."
+  )
+  flags.DEFINE_float(
+      "top_p", 1.0, "Draw from the likeliest tokens with this probability."
+  )
   flags.DEFINE_multi_string("stop", [], "A string that ends a response.")
   flags.DEFINE_integer(
-      "max_prompt_tokens", None, "Prompts are padded to this; else the longest."
+      "max_prompt_tokens", None, "Pad prompts to this; default: the longest."
   )
-  flags.DEFINE_integer("max_new_tokens", 128, "Limit of a response.")
-  flags.DEFINE_integer("prompts", 96, "Held-out prompts of a task, at most.")
-  flags.DEFINE_integer("seed", 0, "Of the samples.")
-  flags.DEFINE_integer("slots", _SLOTS, "Responses decoded at once, at most.")
-  flags.DEFINE_float("correct_at", 1.0, "Reward of a right response.")
+  flags.DEFINE_integer("max_new_tokens", 128, "Longest response in tokens.")
+  flags.DEFINE_integer("prompts", 96, "Most held-out prompts per task.")
+  flags.DEFINE_integer("seed", 0, "Random seed of the samples.")
+  flags.DEFINE_integer("slots", 256, "Most responses decoded at once.")
+  flags.DEFINE_float("correct_at", 1.0, "Least reward of a correct response.")
   flags.DEFINE_float("timeout", 10.0, "Seconds to score one response.")
-  flags.DEFINE_integer("show", 5, "Samples to print.")
+  flags.DEFINE_integer("show", 5, "Number of samples to print.")
   flags.DEFINE_string("out", None, "Directory for metrics.json and samples.")
   flags.mark_flag_as_required("model")
-  app.run(lambda argv: main(flags.FLAGS))
+  _cli.run(main)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.models import decoder
-from experiments.models import load as load_lib
+from experiments.models.pretrained import Pretrained
 from experiments.parallel import sharding
 from experiments.rollouts import sampler as sampler_lib
 from experiments.rollouts.sampling import Sampling
@@ -53,7 +53,7 @@ class NotFound(Exception):
 class Engine:
   """A model that answers completion requests; safe to call from threads."""
 
-  def __init__(self, loaded: load_lib.Pretrained, name: str):
+  def __init__(self, loaded: Pretrained, name: str):
     """Serves `loaded` as `name`."""
     self.name = name
     self.version = 0

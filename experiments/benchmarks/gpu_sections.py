@@ -19,7 +19,7 @@ import numpy as np
 
 from experiments.benchmarks import update_time
 from experiments.learning import batches, compiled_step, optimizers, train_step
-from experiments.models import architectures
+from experiments.models import architectures, load
 from experiments.models.decoder import Decoder
 from experiments.parallel import sharding
 from experiments.planning import plan
@@ -133,7 +133,7 @@ def _update(
   if _too_much(device, found["state_bytes"], found):
     return
   tx = optimizers.make_optimizer(config)
-  model = Decoder(compiled_step.configure(architecture, config))
+  model = Decoder(load.configure(architecture, config))
   with jax.set_mesh(mesh):
     step = compiled_step.jit_update(model, tx, config, abstract, mesh)
     started = time.perf_counter()

@@ -195,7 +195,7 @@ def run(values: dict[str, Any]) -> None:
     raise ImportError(
         f"{error.name!r} is needed here: pip install torch transformers"
     ) from error
-  loaded = load.load(values["model"])
+  loaded = load.from_path(values["model"])
   model = decoder.Decoder(loaded.config)
   threads = len(os.sched_getaffinity(0))
   torch.set_num_threads(threads)

@@ -33,10 +33,10 @@ import numpy as np
 
 from experiments.configs import quickstart
 from experiments.learning import batches, compiled_step, optimizers, train_step
-from experiments.models import architectures
+from experiments.models import architectures, load
 from experiments.models.decoder import Decoder, DecoderConfig
 from experiments.parallel import sharding
-from experiments.rollouts.generate import Rollout
+from experiments.rollouts.rollout import Rollout
 from experiments.runs import run_plot
 
 BASELINE = "dense_adam"
@@ -179,7 +179,7 @@ class Update:
     self.row = row
     config = config_of(row, size)
     self._mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    model = Decoder(compiled_step.configure(architecture, config))
+    model = Decoder(load.configure(architecture, config))
     tx = optimizers.make_optimizer(config)
     init = jax.jit(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32)))
     params = init(jax.random.key(seed))["params"]

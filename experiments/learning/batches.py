@@ -14,7 +14,7 @@ import numpy as np
 from experiments.learning import losses, packing
 from experiments.learning.train_step import Batch
 from experiments.parallel import sharding
-from experiments.rollouts.generate import Rollout
+from experiments.rollouts.rollout import Rollout
 
 # Of the batch's fields, those with a micro-batch axis before the rows.
 _STACKED = ("rows", "tokens")

@@ -4,7 +4,6 @@ Nothing here allocates an array, so a model may be larger than the machine.
 """
 
 from collections.abc import Sequence
-import dataclasses
 from typing import Any
 
 import jax
@@ -13,23 +12,10 @@ from jax.sharding import Mesh
 import ml_collections
 
 from experiments.learning import batches, optimizers, train_step
+from experiments.models import load
 from experiments.models.decoder import Decoder, DecoderConfig
 from experiments.parallel import sharding
 from experiments.planning import targets
-
-
-def configure(
-    architecture: DecoderConfig, config: ml_collections.ConfigDict
-) -> DecoderConfig:
-  """The architecture as the config runs it: dtypes, recomputation, blocks."""
-  return dataclasses.replace(
-      architecture,
-      dtype=config.dtype,
-      param_dtype=config.param_dtype,
-      remat=config.remat,
-      attention_block=config.attention_block or None,
-      token_block=config.token_block or None,
-  )
 
 
 def init_state(
@@ -86,7 +72,7 @@ def abstract_arguments(
     architecture: DecoderConfig, config: ml_collections.ConfigDict, mesh: Mesh
 ) -> tuple[train_step.TrainState, train_step.Batch]:
   """Shapes, dtypes and shardings of the arguments of the train step."""
-  model = Decoder(configure(architecture, config))
+  model = Decoder(load.configure(architecture, config))
   tx = optimizers.make_optimizer(config)
 
   def make():
@@ -122,7 +108,7 @@ def lower_update(
   """
   sharding.check_model(architecture, mesh)
   sharding.check_batch("config.loss.micro_rows", config.loss.micro_rows, mesh)
-  model = Decoder(configure(architecture, config))
+  model = Decoder(load.configure(architecture, config))
   tx = optimizers.make_optimizer(config)
   state, batch = abstract_arguments(architecture, config, mesh)
   step = jit_update(model, tx, config, state, mesh)

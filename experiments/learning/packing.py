@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.rollouts.generate import Rollout
+from experiments.rollouts.rollout import Rollout
 
 
 @struct.dataclass

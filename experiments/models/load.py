@@ -1,29 +1,17 @@
-"""A pretrained model from a path: the one way in."""
+"""Loads a model: from a path, or the one that a training config names."""
 
+import dataclasses
 import pathlib
-from typing import NamedTuple
 
 from jax.typing import DTypeLike
+import ml_collections
 
+from experiments.models import gguf, hf, tiny
 from experiments.models.decoder import DecoderConfig
-from experiments.models.tokenizer import Tokenizer
+from experiments.models.pretrained import Pretrained
 
 
-class Pretrained(NamedTuple):
-  """What a model needs to run.
-
-  Attributes:
-    config: the decoder's configuration.
-    params: parameters of `Decoder(config)`, a nested dict of jax arrays.
-    tokenizer: the model's tokenizer and chat template.
-  """
-
-  config: DecoderConfig
-  params: dict
-  tokenizer: Tokenizer
-
-
-def load(
+def from_path(
     path: str | pathlib.Path, param_dtype: DTypeLike = "float32"
 ) -> Pretrained:
   """Loads a model.
@@ -44,9 +32,6 @@ def load(
   """
   path = pathlib.Path(path)
   if path.is_dir():
-    # Imported here, since each needs a package that the other does not.
-    from experiments.models import hf
-
     return Pretrained(*hf.load(path, param_dtype))
   if not path.exists():
     raise FileNotFoundError(
@@ -56,6 +41,36 @@ def load(
     raise ValueError(
         f"{path} is neither a Hugging Face directory nor a .gguf file"
     )
-  from experiments.models import gguf
-
   return Pretrained(*gguf.load(path, param_dtype))
+
+
+def for_run(config: ml_collections.ConfigDict) -> Pretrained:
+  """Loads the model that `config.model` names, in the config's dtypes.
+
+  Args:
+    config: A config like `configs/quickstart.py`. The model `"tiny"` is made
+      from `config.seed`; any other is a path, see `from_path`.
+
+  Raises:
+    FileNotFoundError: If nothing is at that path.
+    ValueError: If what is there is not a complete model.
+  """
+  if config.model == "tiny":
+    loaded = tiny.make_tiny(config.seed)
+  else:
+    loaded = from_path(config.model, config.param_dtype)
+  return loaded._replace(config=configure(loaded.config, config))
+
+
+def configure(
+    architecture: DecoderConfig, config: ml_collections.ConfigDict
+) -> DecoderConfig:
+  """The architecture with the config's dtypes, recomputation and blocks."""
+  return dataclasses.replace(
+      architecture,
+      dtype=config.dtype,
+      param_dtype=config.param_dtype,
+      remat=config.remat,
+      attention_block=config.attention_block or None,
+      token_block=config.token_block or None,
+  )

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from experiments import _optional
-from experiments.models import decoder, load, tokenizer
+from experiments.models import decoder, tokenizer
+from experiments.models.pretrained import Pretrained
 
 
-def make_tiny(seed: int) -> load.Pretrained:
+def make_tiny(seed: int) -> Pretrained:
   """A random two-layer decoder that reads digits, `+` and unknown words.
 
   With so few words, random completions are right often enough for rewards to
@@ -37,7 +38,7 @@ def make_tiny(seed: int) -> load.Pretrained:
   tokens = jnp.zeros((1, 1), jnp.int32)
   template = "{% for message in messages %}{{ message.content }}{% endfor %}"
   params = init(jax.random.key(seed), tokens)["params"]
-  return load.Pretrained(config, params, make_tokenizer(words, template))
+  return Pretrained(config, params, make_tokenizer(words, template))
 
 
 def make_tokenizer(words: Sequence[str], template: str) -> tokenizer.Tokenizer:

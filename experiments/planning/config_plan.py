@@ -26,7 +26,7 @@ import ml_collections
 from ml_collections import config_flags
 
 from experiments.learning import compiled_step
-from experiments.models import architectures, kv_cache
+from experiments.models import architectures, kv_cache, load
 from experiments.models.decoder import Decoder, DecoderConfig
 from experiments.parallel import sharding
 from experiments.planning import plan, targets
@@ -167,9 +167,7 @@ def measure(
   found = targets.parse(target)
   mesh = sharding.make_mesh(config.mesh, found.devices())
   check_config.check_mesh(config, mesh)
-  architecture = compiled_step.configure(
-      architectures.architecture(model), config
-  )
+  architecture = load.configure(architectures.architecture(model), config)
   caches = [
       cache_bytes(architecture, config, mesh, evaluation=evaluation)
       for evaluation in (False, True)

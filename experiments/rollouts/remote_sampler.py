@@ -26,6 +26,7 @@ import numpy as np
 from experiments.models import decoder, hf, lora
 from experiments.models.tokenizer import Tokenizer
 from experiments.rollouts import generate as generate_lib
+from experiments.rollouts.rollout import Rollout
 from experiments.rollouts.sampling import Sampling
 
 PyTree = Any
@@ -101,7 +102,7 @@ class OpenAISampler:
       sampling: Sampling,
       *,
       group_size: int = 1,
-  ) -> generate_lib.Rollout:
+  ) -> Rollout:
     """See `Sampler`; log-probs are as the server reports them.
 
     Raises:
@@ -308,7 +309,7 @@ def _assemble(tokens, valid, responses, max_new_tokens, pad_id):
   batch, length = tokens.shape
   shape = (batch, length + max_new_tokens)
   after = ((0, 0), (0, max_new_tokens))
-  rollout = generate_lib.Rollout(
+  rollout = Rollout(
       tokens=np.pad(tokens, after, constant_values=pad_id),
       valid=np.pad(valid, after),
       completion_mask=np.zeros(shape, bool),

@@ -10,6 +10,7 @@ from experiments.models import decoder
 from experiments.models.tokenizer import Tokenizer
 from experiments.rollouts import generate as generate_lib
 from experiments.rollouts import stop_strings
+from experiments.rollouts.rollout import Rollout
 from experiments.rollouts.sampling import Sampling
 
 PyTree = Any
@@ -31,7 +32,7 @@ class Sampler(Protocol):
       sampling: Sampling,
       *,
       group_size: int = 1,
-  ) -> generate_lib.Rollout:
+  ) -> Rollout:
     """Responses to each prompt; those of one prompt are adjacent.
 
     Args:
@@ -89,7 +90,7 @@ class LocalSampler:
       sampling: Sampling,
       *,
       group_size: int = 1,
-  ) -> generate_lib.Rollout:
+  ) -> Rollout:
     """See `Sampler`; the same key gives the same responses."""
     tokens, valid = generate_lib.pad_prompts(
         prompts, self.max_prompt_tokens, self._tokenizer.pad_id

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from experiments import _cli
 from experiments.parallel import sharding
 
 PyTree = Any
@@ -32,7 +33,7 @@ _SCORE = "score.json"
 _TEMPORARY = ".tmp-"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(_cli.UserError):
   """A checkpoint could not be written, or none of those there can be read."""
 
 

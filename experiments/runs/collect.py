@@ -8,14 +8,14 @@ import jax
 import ml_collections
 import numpy as np
 
-from experiments import evaluate, rewards, tasks
+from experiments import rewards, tasks
 from experiments.learning import losses
 from experiments.models.tokenizer import Tokenizer
 from experiments.parallel import sharding
 from experiments.rewards import overlong
+from experiments.rollouts import chat, sampling
 from experiments.rollouts import sampler as sampler_lib
-from experiments.rollouts import sampling
-from experiments.rollouts.generate import Rollout
+from experiments.rollouts.rollout import Rollout
 from experiments.tasks import curriculum
 from experiments.tasks.curriculum import Curriculum
 
@@ -60,7 +60,7 @@ def sample(
   if tried:
     key = jax.random.fold_in(key, tried)
   rollout = sampler.sample(
-      evaluate.encode_prompts(tokenizer, examples),
+      chat.encode_prompts(tokenizer, examples),
       key,
       sampling.of_config(config.rollout),
       group_size=config.rollout.responses,
@@ -141,9 +141,7 @@ class Collector:
         self._config, self._sampler, self._tokenizer, examples, update, tried
     )
     sampled = time.perf_counter()
-    scores = self._scorer.score(
-        *evaluate.pair(self._tokenizer, examples, rollout)
-    )
+    scores = self._scorer.score(*chat.pair(self._tokenizer, examples, rollout))
     tally.add(rollout, scores, c.responses)
     tally.seconds += np.array([sampled - start, time.perf_counter() - sampled])
     of_prompt = scores.total.reshape(c.prompts, c.responses)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments import _cli
 from experiments.parallel import sharding
 
 PyTree = Any
@@ -44,11 +45,11 @@ _LOWER = {
 }
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(_cli.UserError):
   """Too many updates in a row had a number that is not finite."""
 
 
-class OutOfMemoryError(RuntimeError):
+class OutOfMemoryError(_cli.UserError):
   """The device, or the host, has no room; says what to lower."""
 
 

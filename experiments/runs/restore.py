@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from experiments import train
 from experiments.learning import optimizers
 from experiments.models import load, lora
+from experiments.models.pretrained import Pretrained
 from experiments.parallel import sharding
 from experiments.runs import checkpoints, progress
 from experiments.runs import workdir as workdir_lib
@@ -25,12 +25,12 @@ class Restored(NamedTuple):
   """
 
   update: int
-  model: load.Pretrained
+  model: Pretrained
 
 
 def load_any(
     path: str | pathlib.Path, param_dtype: DTypeLike = "float32"
-) -> load.Pretrained:
+) -> Pretrained:
   """Loads a model for sampling.
 
   Args:
@@ -48,7 +48,7 @@ def load_any(
   """
   if (pathlib.Path(path) / "checkpoints").is_dir():
     return load_run(path).model
-  return load.load(path, param_dtype)
+  return load.from_path(path, param_dtype)
 
 
 def load_run(workdir: str | pathlib.Path, best: bool = False) -> Restored:
@@ -75,7 +75,7 @@ def load_run(workdir: str | pathlib.Path, best: bool = False) -> Restored:
         f" (config.checkpoint.every={config.checkpoint.every} updates)"
     )
   update, arrays = _arrays(saved, folder, best)
-  loaded = train.load_model(config)
+  loaded = load.for_run(config)
   template = jax.eval_shape(
       functools.partial(optimizers.init_params, config), loaded.params
   )

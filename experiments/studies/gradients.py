@@ -22,7 +22,8 @@ import ml_collections
 import numpy as np
 import optax
 
-from experiments import evaluate, tasks, train
+from experiments import tasks
+from experiments.evaluation import heldout
 from experiments.learning import (
     batches,
     compiled_step,
@@ -32,8 +33,10 @@ from experiments.learning import (
     train_step,
 )
 from experiments.models import decoder
+from experiments.models import load as load_lib
 from experiments.parallel import sharding
-from experiments.rollouts import generate as generate_lib
+from experiments.rollouts import engine
+from experiments.rollouts.rollout import Rollout
 from experiments.runs import check_config, collect, progress, workdir
 import logra_jax
 
@@ -74,7 +77,7 @@ def inner(a: Arrays, b: Arrays) -> float:
 class Drawn(NamedTuple):
   """A rollout as NumPy arrays, and the advantages of its responses, `[B]`."""
 
-  rollout: generate_lib.Rollout
+  rollout: Rollout
   advantages: np.ndarray
 
 
@@ -118,7 +121,7 @@ def gradient_fn(
 
 def kl_fn(
     model: decoder.Decoder, config: ml_collections.ConfigDict
-) -> Callable[[Any, generate_lib.Rollout, int, Arrays], jax.Array]:
+) -> Callable[[Any, Rollout, int, Arrays], jax.Array]:
   """`(params, rollout, k, direction) -> KL` by `logra_jax.kl_probe`.
 
   The KL is that of a step of the direction's own size, in nats per generated
@@ -172,7 +175,7 @@ def bases(
 
 def some_responses(
     batch: Drawn, group: int, prompts: int, responses: int
-) -> generate_lib.Rollout:
+) -> Rollout:
   """The first responses to the first prompts of a batch with such groups."""
   rows = np.arange(prompts * group).reshape(prompts, group)[:, :responses]
   return jax.tree.map(lambda x: x[rows.reshape(-1)], batch.rollout)
@@ -210,7 +213,7 @@ class Source:
       )
     self.config = config
     self.folder = workdir.claim(folder, config)
-    loaded = train.load_model(config)
+    loaded = load_lib.for_run(config)
     self.model = decoder.Decoder(loaded.config)
     self._prompts = prompts
     self._initial = loaded.params
@@ -240,7 +243,7 @@ class Source:
       arrays = {name: vars(made.rollout)[name] for name in names}
       save(path, {**arrays, "advantages": made.advantages})
     arrays = load(path)
-    rollout = generate_lib.Rollout(**{name: arrays[name] for name in names})
+    rollout = Rollout(**{name: arrays[name] for name in names})
     return Drawn(rollout, arrays["advantages"])
 
   def gradient(self, params: Any, update: int, index: int) -> Arrays:
@@ -296,11 +299,11 @@ class Source:
     config, c = self.config, self.config.rollout
     first = update * c.prompts
     examples = [self._task.train(first + i) for i in range(prompts)]
-    sampler = train.make_sampler(
+    sampler = engine.make_sampler(
         config, self.model, params, self._tokenizer, self.folder
     )
     rollout = collect.sample(config, sampler, self._tokenizer, examples, update)
-    _, rewards = evaluate.score(self._task, self._tokenizer, examples, rollout)
+    _, rewards = heldout.score(self._task, self._tokenizer, examples, rollout)
     progress.say(f"batch of update {update}: reward {np.mean(rewards):.3f}")
     of_rewards = losses.LOSSES[config.loss.name].advantages
     return Drawn(rollout, np.asarray(of_rewards(rewards, c.responses)))

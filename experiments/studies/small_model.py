@@ -24,9 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments import evaluate, tasks
+from experiments import tasks
+from experiments.evaluation import heldout
 from experiments.models import decoder, hf, tiny
 from experiments.models import tokenizer as tokenizer_lib
+from experiments.rollouts import chat
 from experiments.runs import progress
 
 TASK = "addition:2"
@@ -141,7 +143,7 @@ def _sequences(tokenizer, task):
   """Prompts with answers `[N, T]`, and which tokens are answers."""
   rows = []
   examples = [task.train(i) for i in range(_EXAMPLES)]
-  prompts = evaluate.encode_prompts(tokenizer, examples)
+  prompts = chat.encode_prompts(tokenizer, examples)
   forget = np.random.default_rng(_SEED).random(_EXAMPLES) < _FORGETFUL
   for prompt, example, forgets in zip(prompts, examples, forget, strict=True):
     text = example.prompt[0]["content"]
@@ -170,7 +172,7 @@ def without_carry(a: int, b: int) -> int:
 def _sampled_accuracy(model, params, tokenizer, task) -> float:
   """Mean reward of one sample to each of many training prompts."""
   examples = [task.train(i) for i in range(512)]
-  rollout = evaluate.respond(
+  rollout = heldout.respond(
       model,
       params,
       tokenizer,
@@ -180,7 +182,7 @@ def _sampled_accuracy(model, params, tokenizer, task) -> float:
       max_new_tokens=MAX_NEW_TOKENS,
       temperature=1.0,
   )
-  return float(np.mean(evaluate.score(task, tokenizer, examples, rollout)[1]))
+  return float(np.mean(heldout.score(task, tokenizer, examples, rollout)[1]))
 
 
 def main(argv: list[str]) -> None:

@@ -20,10 +20,9 @@ from typing import Any
 from absl import app, flags, logging
 import ml_collections
 
-from experiments import train
 from experiments.benchmarks import update_time
 from experiments.models import download
-from experiments.runs import check_config, progress, record
+from experiments.runs import check_config, loop, progress, record
 from experiments.studies import small_model
 
 Row = dict[str, Any]
@@ -120,7 +119,7 @@ def run_one(part: Part, cell: Cell, seed: int) -> Row:
   start = time.perf_counter()
   with tempfile.TemporaryDirectory() as folder:
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
-      result = train.train(config_of(part, cell, seed), folder)
+      result = loop.train(config_of(part, cell, seed), folder)
     if result.stopped_by is not None:
       sys.exit(128 + result.stopped_by)
     lines = record.read_rows(pathlib.Path(folder) / record.FILENAME)

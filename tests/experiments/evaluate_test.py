@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import evaluate, rewards, tasks
+from experiments import rewards, tasks
+from experiments.evaluation import heldout
+from experiments.evaluation.samples_page import Sample
 from experiments.models import decoder, tiny
-from experiments.rollouts import sampler
+from experiments.rollouts import chat, sampler
 from experiments.rollouts.sampling import Sampling
 from tests.helpers.paths import ROOT
 
@@ -34,14 +36,14 @@ def make_sampler(loaded, max_prompt_tokens=16):
 
 
 def sample(task, completion, reward, tokens=2, finished=True):
-  return evaluate.Sample("?", completion, reward, tokens, finished, task)
+  return Sample("?", completion, reward, tokens, finished, task)
 
 
 def test_every_response_is_scored_beside_its_prompt(loaded):
   """Three responses each to two prompts, decoded one at a time."""
   task = tasks.make_task("addition", seed=0)
   examples = task.heldout()[:2]
-  collect = lambda key: evaluate.collect(
+  collect = lambda key: heldout.collect(
       make_sampler(loaded),
       loaded.tokenizer,
       task,
@@ -56,7 +58,7 @@ def test_every_response_is_scored_beside_its_prompt(loaded):
   assert collect(1) != found
   for i, one in enumerate(found):
     example = examples[i // 3]
-    ids = evaluate.encode_prompts(loaded.tokenizer, [example])[0]
+    ids = chat.encode_prompts(loaded.tokenizer, [example])[0]
     assert one.prompt == loaded.tokenizer.decode(ids, skip_special=False)
     assert one.reward == task.reward(example, one.completion)
     assert 1 <= one.tokens <= 6 and (one.finished or one.tokens == 6)
@@ -67,7 +69,7 @@ def test_correctness_counts_and_not_the_form_of_an_answer(loaded):
   """Rewards of workers; in this process here, which has no time limit."""
   task = tasks.make_task("addition", seed=0)
   examples = task.heldout()[:2]
-  found = evaluate.collect(
+  found = heldout.collect(
       make_sampler(loaded),
       loaded.tokenizer,
       task,
@@ -95,7 +97,7 @@ def test_metrics_by_task_and_their_average():
       *[sample("a", c, r) for c, r in (("1", 1.0), ("1", 1.0), ("2", 0.0))],
       *[sample("b", "?", 0.5, tokens=4, finished=False) for _ in range(3)],
   ]
-  found = evaluate.summarize(rows, 3, ks=(1, 3))
+  found = heldout.summarize(rows, 3, ks=(1, 3))
   means = {t: {n: i.mean for n, i in c.items()} for t, c in found.items()}
   assert means["a"] == pytest.approx(
       {
@@ -111,17 +113,17 @@ def test_metrics_by_task_and_their_average():
   assert means["b"]["pass@3"] == means["b"]["maj@3"] == 0.0
   assert means["macro average"]["pass@3"] == 0.5
   assert means["macro average"]["tokens"] == 3.0
-  lenient = evaluate.summarize(rows, 3, ks=(1,), correct_at=0.5)
+  lenient = heldout.summarize(rows, 3, ks=(1,), correct_at=0.5)
   assert lenient["b"]["pass@1"].mean == 1.0
-  assert "pass@3     1 [1, 1]" in evaluate.to_table(found)
-  one = evaluate.summarize(rows[:3], 3)
+  assert "pass@3     1 [1, 1]" in heldout.to_table(found)
+  one = heldout.summarize(rows[:3], 3)
   assert list(one) == ["a"]
 
 
 def test_a_sum_of_parts_that_rounds_is_right():
   reward = float(np.float32(0.9) + np.float32(0.1) - np.float32(1e-7))
   assert reward < 1.0
-  found = evaluate.summarize([sample("a", "8", reward)], 1)
+  found = heldout.summarize([sample("a", "8", reward)], 1)
   assert found["a"]["pass@1"].mean == 1.0
 
 
@@ -132,11 +134,11 @@ def test_long_prompts_are_named(loaded):
   examples[1] = examples[1]._replace(
       prompt=[{"role": "user", "content": longer}]
   )
-  lengths = map(len, evaluate.encode_prompts(loaded.tokenizer, examples))
+  lengths = map(len, chat.encode_prompts(loaded.tokenizer, examples))
   assert list(lengths) == [12, 21, 12]
   match = r"prompt 1 has 21 tokens.*=16: raise it .*has 21"
   with pytest.raises(ValueError, match=match):
-    evaluate.collect(
+    heldout.collect(
         make_sampler(loaded),
         loaded.tokenizer,
         task,

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import export, train
+from experiments import export
 from experiments.configs import tiny as tiny_config
 from experiments.learning import optimizers, train_step
 from experiments.models import decoder, hf, load
@@ -26,7 +26,7 @@ def run(tmp_path_factory):
   config.model = str(GOLDEN / "llama")
   config.optimizer.name = "dense_sgd"
   path = workdir_lib.claim(tmp_path_factory.mktemp("run"), config.lock())
-  params = train.load_model(config).params
+  params = load.for_run(config).params
   state = train_step.init_state(params, optimizers.make_optimizer(config))
   with checkpoints.Checkpoints(path / "checkpoints", keep=3) as saved:
     for update, score in ((1, 0.1), (2, 0.9), (3, 0.2)):
@@ -86,7 +86,7 @@ def test_greedy_responses_are_those_of_transformers(family, tmp_path):
   """llama and qwen2 share head and embedding, llama3 and qwen3 do not."""
   torch = pytest.importorskip("torch", reason="torch is not installed")
   auto = pytest.importorskip("transformers", reason="no transformers")
-  config, params, tokenizer = load.load(GOLDEN / family)
+  config, params, tokenizer = load.from_path(GOLDEN / family)
   hf.save(tmp_path, config, params, tokenizer)
   prompt = np.random.default_rng(0).integers(6, config.vocab_size, 12).tolist()
   sampler = sampler_lib.LocalSampler(

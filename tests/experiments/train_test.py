@@ -13,11 +13,11 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import export, serve, train
+from experiments import export, serve
 from experiments.configs import tiny
 from experiments.learning import batches, losses, optimizers, train_step
 from experiments.models import load
-from experiments.runs import checkpoints, collect, metric_names, record
+from experiments.runs import checkpoints, collect, loop, metric_names, record
 from experiments.tasks import curriculum
 from tests.helpers.paths import ROOT
 
@@ -46,13 +46,13 @@ def _assert_bit_equal(found, expected):
 def finished(tmp_path_factory):
   """A run of four updates: its directory and its result."""
   workdir = tmp_path_factory.mktemp("run")
-  return workdir, train.train(_config(updates=4), workdir)
+  return workdir, loop.train(_config(updates=4), workdir)
 
 
 def test_a_run_trains_the_targets_and_only_them(finished):
   _, result = finished
   assert result.update == 4 and result.stopped_by is None
-  before = _leaves(train.load_model(_config()).params)
+  before = _leaves(load.for_run(_config()).params)
   after = _leaves(result.state.params)
   changed = {name for name in before if (before[name] != after[name]).any()}
   assert changed == {name for name in before if "_proj" in name}
@@ -87,7 +87,7 @@ def test_predicted_and_realised_kl_agree_within_the_budget(finished):
 def test_a_finished_run_is_not_run_again(finished):
   workdir, result = finished
   before = (workdir / "metrics.jsonl").read_text()
-  again = train.train(_config(updates=4), workdir)
+  again = loop.train(_config(updates=4), workdir)
   assert again.state is None
   assert (again.update, again.accuracy) == (4, result.accuracy)
   assert (workdir / "metrics.jsonl").read_text() == before
@@ -98,10 +98,10 @@ def test_the_exported_directory_holds_the_trained_parameters(
 ):
   workdir, result = finished
   assert export.export(workdir, tmp_path / "hf") == 4
-  loaded = load.load(tmp_path / "hf")
+  loaded = load.from_path(tmp_path / "hf")
   _assert_bit_equal(loaded.params, result.state.params)
   text = "What is 3 + 5?"
-  assert loaded.tokenizer.encode(text) == train.load_model(
+  assert loaded.tokenizer.encode(text) == load.for_run(
       _config()
   ).tokenizer.encode(text)
 
@@ -117,7 +117,7 @@ def run(tmp_path_factory):
   path = tmp_path_factory.mktemp("parts")
   config = _config()
   saved = checkpoints.Checkpoints(path / "c")
-  return train._Run(config, path, saved, train._make_mesh(config))
+  return loop._Run(config, path, saved, loop._make_mesh(config))
 
 
 def test_micro_batches_and_packing_do_not_change_the_update(run):
@@ -231,7 +231,7 @@ def test_several_steps_on_a_rollout(tmp_path):
           "rollout.dynamic_tries": 1,
       }
   )
-  result = train.train(config, tmp_path)
+  result = loop.train(config, tmp_path)
   assert result.update == 2 and int(result.state.update) == 8
   rows = record.read_rows(tmp_path / "metrics.jsonl")
   column = lambda name: record.column(rows, name)[1]
@@ -255,7 +255,7 @@ def test_a_prompt_that_does_not_fit_is_an_error(tmp_path):
   with pytest.raises(
       ValueError, match="12 tokens, more than max_prompt_tokens=4"
   ):
-    train.train(_config(**{"rollout.max_prompt_tokens": 4}), tmp_path)
+    loop.train(_config(**{"rollout.max_prompt_tokens": 4}), tmp_path)
 
 
 def test_probe_rows_are_of_different_prompts():
@@ -278,7 +278,7 @@ def test_every_loss_trains(name, tmp_path):
           "rollout.overlong_buffer": 1,
       }
   )
-  result = train.train(config, tmp_path)
+  result = loop.train(config, tmp_path)
   rows = record.read_rows(tmp_path / "metrics.jsonl")
   column = lambda name: np.array(record.column(rows, name)[1])
   assert np.isfinite(column("train/loss")).all()
@@ -292,7 +292,7 @@ def test_every_loss_trains(name, tmp_path):
 def test_a_run_that_samples_from_a_server_is_the_run_that_does_not(tmp_path):
   """The server loads each update's weights; log-probs come back with tokens."""
   config = _config(**{"updates": 2, "loss.correction": "token"})
-  engine = serve.Engine(train.load_model(config), "policy")
+  engine = serve.Engine(load.for_run(config), "policy")
   with serve.Server(engine) as server:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     own = _config(
@@ -302,7 +302,7 @@ def test_a_run_that_samples_from_a_server_is_the_run_that_does_not(tmp_path):
             "rollout.server": server.url,
         }
     )
-    result = train.train(own, tmp_path)
+    result = loop.train(own, tmp_path)
     server.shutdown()
   assert result.update == 2
   rows = record.read_rows(tmp_path / "metrics.jsonl")

@@ -12,12 +12,12 @@ import sys
 import jax
 import numpy as np
 
-from experiments import train
 from experiments.configs import quickstart
 from experiments.learning import batches, compiled_step, optimizers
-from experiments.models import decoder, tiny
+from experiments.models import decoder, load, tiny
 from experiments.parallel import sharding
-from experiments.rollouts.generate import Rollout
+from experiments.rollouts.rollout import Rollout
+from experiments.runs import loop
 
 
 def make_config():
@@ -71,7 +71,7 @@ def step(folder):
   config = make_config()
   mesh = sharding.make_mesh(config.mesh)
   loaded = tiny.make_tiny(config.seed)
-  model = decoder.Decoder(compiled_step.configure(loaded.config, config))
+  model = decoder.Decoder(load.configure(loaded.config, config))
   tx = optimizers.make_optimizer(config)
   with jax.set_mesh(mesh):
     state = compiled_step.init_state(config, loaded.params, tx, mesh)
@@ -99,7 +99,7 @@ def main(task, folder, port, n_processes, index):
   if task == "step":
     step(folder)
   else:
-    train.train(make_config(), folder)
+    loop.train(make_config(), folder)
 
 
 if __name__ == "__main__":

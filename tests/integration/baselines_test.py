@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import export, train
+from experiments import export
 from experiments.configs import tiny
 from experiments.models import load, lora
-from experiments.runs import record
+from experiments.runs import loop, record
 
 
 def _config(name, **changes):
@@ -58,7 +58,7 @@ _SLOW = (
 )
 def test_each_optimizer_runs_the_program(name, budget, others, tmp_path):
   config = _config(name, **{"kl.enabled": budget, "optimizer.others": others})
-  result = train.train(config, tmp_path / "run")
+  result = loop.train(config, tmp_path / "run")
   assert result.update == 2
   rows = _rows(tmp_path / "run")
   assert len(rows) == 2
@@ -69,12 +69,12 @@ def test_each_optimizer_runs_the_program(name, budget, others, tmp_path):
     kl = [row["kl/predicted"] for row in rows]
     assert max(kl) > 0
     assert max(kl) <= 1.001 * config.kl.budget
-  before = train.load_model(config).params
+  before = load.for_run(config).params
   changed = _changed(before, lora.merge(result.state.params))
   projections = {path for path in changed if "_proj/kernel" in path}
   assert len(projections) == 7
   assert (changed == projections) == (others == "frozen")
   # The newest checkpoint is read back, and adapters are in the kernels.
   assert export.export(tmp_path / "run", tmp_path / "hf") == 2
-  exported = load.load(tmp_path / "hf").params
+  exported = load.from_path(tmp_path / "hf").params
   assert not _changed(exported, lora.merge(result.state.params))

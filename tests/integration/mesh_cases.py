@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import train
 from experiments.configs import tiny
 from experiments.learning import batches, compiled_step, optimizers
-from experiments.models import decoder
+from experiments.models import decoder, load
 from experiments.models import tiny as tiny_model
 from experiments.parallel import sharding
 from experiments.planning import hlo_cost
-from experiments.rollouts import decode_steps, generate
+from experiments.rollouts import decode_steps
+from experiments.rollouts.rollout import Rollout
 from experiments.rollouts.sampling import Sampling
-from experiments.runs import record
+from experiments.runs import loop, record
 import logra_jax
 
 PROMPT, NEW, VOCAB = 6, 5, 64
@@ -112,7 +112,7 @@ def make_batch(config):
   place = np.arange(length)[None]
   completion = (place >= PROMPT) & (place < end)
   tokens = np.concatenate([prompts, rng.integers(VOCAB, size=(n, NEW))], 1)
-  made = generate.Rollout(
+  made = Rollout(
       tokens=tokens.astype(np.int32),
       valid=(place >= start) & (place < end),
       completion_mask=completion,
@@ -131,9 +131,7 @@ class Case:
     architecture = decoder.DecoderConfig(**SHAPES | shapes)
     self.mesh = make_mesh(sizes)
     sharding.check_model(architecture, self.mesh)
-    self.model = decoder.Decoder(
-        compiled_step.configure(architecture, self.config)
-    )
+    self.model = decoder.Decoder(load.configure(architecture, self.config))
     params = jax.jit(self.model.init)(
         jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
     )["params"]
@@ -357,7 +355,7 @@ def test_a_batch_that_devices_cannot_share(changes, message, tmp_path):
   shared = {"mesh.data": 2, "mesh.fsdp": 4, "mesh.tensor": 1}
   config = make_config({"loss.micro_rows": 8} | shared | changes)
   with pytest.raises(ValueError, match=f"{message}.* = 8 devices; give"):
-    train.train(config, tmp_path)
+    loop.train(config, tmp_path)
 
 
 MOVED = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
@@ -368,7 +366,7 @@ def run(path, changes):
   config.update_from_flattened_dict(
       {"updates": 2, "kl.probe_responses": 8, "checkpoint.every": 1} | changes
   )
-  train.train(config.lock(), path)
+  loop.train(config.lock(), path)
   return record.read_rows(path / record.FILENAME)
 
 

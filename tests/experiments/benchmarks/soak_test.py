@@ -11,7 +11,7 @@ import pytest
 from experiments import train
 from experiments.benchmarks import soak
 from experiments.configs import tiny
-from experiments.runs import checkpoints, record
+from experiments.runs import checkpoints, loop, record
 from tests.helpers.paths import ROOT
 
 
@@ -74,7 +74,7 @@ def _terminate_once(function, call):
 def undisturbed(tmp_path_factory):
   """A run of six updates with a checkpoint after every second."""
   workdir = tmp_path_factory.mktemp("undisturbed")
-  train.train(tiny.get_config(), workdir)
+  loop.train(tiny.get_config(), workdir)
   return workdir
 
 
@@ -87,21 +87,21 @@ def test_sigterm_in_any_phase_stops_and_the_run_goes_on(
     if phase == "rollout":
       patch.setattr(train, "sample", _terminate_once(train.sample, 3))
     elif phase == "update":
-      make = train._train_step
+      make = loop._train_step
       patch.setattr(
           train, "_train_step", lambda *args: _terminate_once(make(*args), 3)
       )
     else:
       publish = _terminate_once(checkpoints.Checkpoints._publish, 1)
       patch.setattr(checkpoints.Checkpoints, "_publish", publish)
-    stopped = train.train(tiny.get_config(), tmp_path)
+    stopped = loop.train(tiny.get_config(), tmp_path)
   assert stopped.stopped_by == signal.SIGTERM
   # The update at hand is finished, and saved.
   assert stopped.update == 3 if phase != "checkpoint" else stopped.update < 6
   folder = tmp_path / "checkpoints"
   assert checkpoints.Checkpoints(folder).updates()[-1] == stopped.update
   assert not list(folder.glob(".tmp-*"))
-  assert train.train(tiny.get_config(), tmp_path).update == 6
+  assert loop.train(tiny.get_config(), tmp_path).update == 6
   assert soak.differences(tmp_path, undisturbed) == []
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.configs import tiny
 from experiments.learning import batches, losses
-from experiments.rollouts.generate import Rollout
+from experiments.rollouts.rollout import Rollout
 
 PROMPT, NEW, GROUP = 16, 2, 16
 

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.learning import packing
 from experiments.models import decoder, tiny
-from experiments.rollouts.generate import Rollout
+from experiments.rollouts.rollout import Rollout
 
 N_PROMPT, N_NEW, GROUP = 6, 4, 3
 

@@ -60,7 +60,7 @@ def random_tokens(shape, seed=1):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_match_transformers(family):
-  config, params, _ = load.load(GOLDEN / family)
+  config, params, _ = load.from_path(GOLDEN / family)
   golden = np.load(GOLDEN / family / "logits.npz")
   valid = golden["valid"]
   logits = run(config, params, golden["tokens"], valid)
@@ -75,7 +75,7 @@ def test_logits_match_transformers(family):
     "change", [{"rope_theta": 1e4}, {"rope_scaling": None}, {"norm_eps": 1e-2}]
 )
 def test_golden_logits_reject_a_wrong_model(change):
-  config, params, _ = load.load(GOLDEN / "llama3")
+  config, params, _ = load.from_path(GOLDEN / "llama3")
   golden = np.load(GOLDEN / "llama3" / "logits.npz")
   config = dataclasses.replace(config, **change)
   logits = run(config, params, golden["tokens"], golden["valid"])

@@ -53,9 +53,9 @@ def edit_weights(directory, change):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_saved_is_loaded_again_bit_for_bit(family, tmp_path):
-  config, params, tokenizer = load.load(GOLDEN / family)
+  config, params, tokenizer = load.from_path(GOLDEN / family)
   hf.save(tmp_path, config, params, tokenizer)
-  config_2, params_2, tokenizer_2 = load.load(tmp_path)
+  config_2, params_2, tokenizer_2 = load.from_path(tmp_path)
   assert config_2 == config
   chex.assert_trees_all_equal(params_2, params)
   assert tokenizer_2.eos_ids == tokenizer.eos_ids
@@ -68,7 +68,7 @@ def test_what_is_saved_has_the_tensors_that_transformers_wrote(
     family, tmp_path
 ):
   """Names, shapes, dtype and bits, so transformers cannot tell them apart."""
-  hf.save(tmp_path, *load.load(GOLDEN / family), dtype="bfloat16")
+  hf.save(tmp_path, *load.from_path(GOLDEN / family), dtype="bfloat16")
   ours = safetensors.load_file(tmp_path / "model.safetensors")
   theirs = safetensors.load_file(GOLDEN / family / "model.safetensors")
   assert ours.keys() == theirs.keys()
@@ -84,7 +84,7 @@ def test_transformers_gives_the_same_logits(tmp_path):
   auto = pytest.importorskip("transformers", reason="no transformers")
   for family in FAMILIES:
     directory = tmp_path / family
-    hf.save(directory, *load.load(GOLDEN / family))
+    hf.save(directory, *load.from_path(GOLDEN / family))
     model = auto.AutoModelForCausalLM.from_pretrained(directory)
     golden = np.load(GOLDEN / family / "logits.npz")
     row = golden["tokens"][:1]  # The first row has no padding.
@@ -94,7 +94,7 @@ def test_transformers_gives_the_same_logits(tmp_path):
 
 
 def test_large_weights_are_split_over_files(tmp_path):
-  config, params, tokenizer = load.load(GOLDEN / "qwen3")
+  config, params, tokenizer = load.from_path(GOLDEN / "qwen3")
   hf.save(tmp_path, config, params, tokenizer, max_shard_bytes=30_000)
   files = sorted(f.name for f in tmp_path.glob("*.safetensors"))
   n = len(files)
@@ -107,7 +107,7 @@ def test_large_weights_are_split_over_files(tmp_path):
   assert max(sizes.values()) <= 30_000
   index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
   assert index["metadata"]["total_size"] == sum(sizes.values())
-  chex.assert_trees_all_equal(load.load(tmp_path).params, params)
+  chex.assert_trees_all_equal(load.from_path(tmp_path).params, params)
 
   # One file afterwards: no shard of the earlier model is left to be read.
   doubled = jax.tree.map(lambda x: 2 * x, params)
@@ -115,27 +115,27 @@ def test_large_weights_are_split_over_files(tmp_path):
   assert [f.name for f in tmp_path.glob("*.safetensors")] == [
       "model.safetensors"
   ]
-  chex.assert_trees_all_equal(load.load(tmp_path).params, doubled)
+  chex.assert_trees_all_equal(load.from_path(tmp_path).params, doubled)
 
 
 def test_parameters_are_read_in_the_dtype_asked_for():
-  low = load.load(GOLDEN / "llama", param_dtype="bfloat16")
+  low = load.from_path(GOLDEN / "llama", param_dtype="bfloat16")
   assert low.config.param_dtype == "bfloat16"
-  high = load.load(GOLDEN / "llama")
+  high = load.from_path(GOLDEN / "llama")
   cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), high.params)
   chex.assert_trees_all_equal(low.params, cast)  # The file is in bfloat16.
 
 
 def test_the_older_rope_fields_are_read_too(model_dir):
   directory = model_dir("llama3")
-  expected = load.load(directory).config
+  expected = load.from_path(directory).config
   rope = json.loads((directory / "config.json").read_text())["rope_parameters"]
   theta = rope.pop("rope_theta")
   rope["type"] = rope.pop("rope_type")
   edit_config(
       directory, rope_parameters="absent", rope_theta=theta, rope_scaling=rope
   )
-  assert load.load(directory).config == expected
+  assert load.from_path(directory).config == expected
 
 
 def test_every_id_that_ends_a_turn_is_known(model_dir):
@@ -143,12 +143,12 @@ def test_every_id_that_ends_a_turn_is_known(model_dir):
   edit_config(directory, eos_token_id=[1, 7])
   generation = directory / "generation_config.json"
   generation.write_text(json.dumps({"eos_token_id": [9, 7]}))
-  assert load.load(directory).tokenizer.eos_ids == (1, 7, 9)
+  assert load.from_path(directory).tokenizer.eos_ids == (1, 7, 9)
 
 
 def test_a_tied_head_that_is_stored_must_repeat_the_embedding(model_dir):
   directory = model_dir("llama")
-  expected = load.load(directory).params
+  expected = load.from_path(directory).params
   embedding = "model.embed_tokens.weight"
 
   def add(tensors):
@@ -158,10 +158,10 @@ def test_a_tied_head_that_is_stored_must_repeat_the_embedding(model_dir):
     tensors["lm_head.weight"][3, 3] += 1
 
   edit_weights(directory, add)
-  chex.assert_trees_all_equal(load.load(directory).params, expected)
+  chex.assert_trees_all_equal(load.from_path(directory).params, expected)
   edit_weights(directory, change)
   with pytest.raises(ValueError, match="differs from the embedding"):
-    load.load(directory)
+    load.from_path(directory)
 
 
 # Bad directories.
@@ -223,7 +223,7 @@ def test_a_configuration_we_cannot_follow_is_refused(
   directory = model_dir(family)
   edit_config(directory, **changes)
   with pytest.raises(ValueError, match=match):
-    load.load(directory)
+    load.from_path(directory)
 
 
 def test_a_missing_and_an_unknown_tensor_are_named(model_dir):
@@ -231,23 +231,23 @@ def test_a_missing_and_an_unknown_tensor_are_named(model_dir):
   name = "model.layers.1.self_attn.k_proj.weight"
   edit_weights(directory, lambda tensors: tensors.pop(name))
   with pytest.raises(ValueError, match=f"no tensor {name}: incomplete"):
-    load.load(directory)
+    load.from_path(directory)
 
   directory = model_dir("qwen2")
   extra = np.zeros(3, np.float32)
   edit_weights(directory, lambda tensors: tensors.update(adapter=extra))
   with pytest.raises(ValueError, match="does not use: adapter"):
-    load.load(directory)
+    load.from_path(directory)
 
 
 def test_a_directory_without_weights_is_refused(model_dir):
   directory = model_dir("llama")
   (directory / "model.safetensors").unlink()
   with pytest.raises(ValueError, match="llama has no weights"):
-    load.load(directory)
+    load.from_path(directory)
   (directory / "config.json").unlink()
   with pytest.raises(ValueError, match=r"has no config\.json"):
-    load.load(directory)
+    load.from_path(directory)
 
 
 def test_a_truncated_weight_file_is_refused(model_dir):
@@ -258,14 +258,14 @@ def test_a_truncated_weight_file_is_refused(model_dir):
     file.write_bytes(content[:size])
     match = rf"truncated or corrupt \({size} bytes"
     with pytest.raises(ValueError, match=match):
-      load.load(directory)
+      load.from_path(directory)
 
 
 def test_a_missing_shard_is_named(model_dir):
   directory = model_dir("llama3")
   (directory / "model-00002-of-00002.safetensors").unlink()
   with pytest.raises(ValueError, match=r"00002\.safetensors is missing"):
-    load.load(directory)
+    load.from_path(directory)
 
 
 def test_a_shard_without_its_tensor_is_named(model_dir):
@@ -277,20 +277,20 @@ def test_a_shard_without_its_tensor_is_named(model_dir):
   del tensors[name]
   safetensors.save_file(tensors, file)
   with pytest.raises(ValueError, match=f"has no tensor {name}"):
-    load.load(directory)
+    load.from_path(directory)
 
 
 def test_paths_that_are_no_model(tmp_path):
   with pytest.raises(FileNotFoundError, match="no model at"):
-    load.load(tmp_path / "nothing")
+    load.from_path(tmp_path / "nothing")
   file = tmp_path / "model.bin"
   file.write_bytes(b"x")
   with pytest.raises(ValueError, match=r"nor a \.gguf file"):
-    load.load(file)
+    load.from_path(file)
 
 
 def test_parameters_of_another_model_are_not_saved(tmp_path):
-  config, params, tokenizer = load.load(GOLDEN / "llama")
+  config, params, tokenizer = load.from_path(GOLDEN / "llama")
   wider = dataclasses.replace(config, d_ff=64)
   with pytest.raises(ValueError, match="has shape"):
     hf.save(tmp_path / "a", wider, params, tokenizer)
@@ -336,7 +336,7 @@ def interleave(value, head_dim):
 
 def write_gguf(file, family, skip="", quantise="", extra=None, **metadata):
   """A golden checkpoint as the GGUF file that llama.cpp's converter makes."""
-  config = load.load(GOLDEN / family).config
+  config = load.from_path(GOLDEN / family).config
   writer = gguf.GGUFWriter(file, config.family)
   writer.add_block_count(config.n_layers)
   writer.add_context_length(config.max_length)
@@ -381,8 +381,8 @@ def write_gguf(file, family, skip="", quantise="", extra=None, **metadata):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_gguf_file_holds_the_same_model(family, tmp_path):
-  expected = load.load(GOLDEN / family)
-  made = load.load(write_gguf(tmp_path / "model.gguf", family))
+  expected = load.from_path(GOLDEN / family)
+  made = load.from_path(write_gguf(tmp_path / "model.gguf", family))
   assert made.config == expected.config
   chex.assert_trees_all_equal(made.params, expected.params)
   assert made.tokenizer.eos_ids == (0,)
@@ -390,7 +390,7 @@ def test_a_gguf_file_holds_the_same_model(family, tmp_path):
 
 def test_row_order_matters_for_llama(tmp_path):
   """Reading a Llama file as if it were in our order gives other logits."""
-  expected = load.load(GOLDEN / "llama")
+  expected = load.from_path(GOLDEN / "llama")
   kernel = expected.params["layers"]["q_proj"]["kernel"]
   rows = np.asarray(kernel[0]).T
   mixed = jnp.stack([interleave(rows, 8).T, kernel[1]])
@@ -404,9 +404,9 @@ def test_row_order_matters_for_llama(tmp_path):
 
 def test_a_quantised_gguf_file_is_dequantised(tmp_path):
   """Q8_0: each 32 inputs of a unit share a scale and have 127 steps."""
-  exact = load.load(GOLDEN / "llama").params["layers"]
+  exact = load.from_path(GOLDEN / "llama").params["layers"]
   file = write_gguf(tmp_path / "model.gguf", "llama", quantise="ffn_gate")
-  made = load.load(file).params["layers"]
+  made = load.from_path(file).params["layers"]
   chex.assert_trees_all_equal(made["up_proj"], exact["up_proj"])
   kernel = np.asarray(exact["gate_proj"]["kernel"])  # 32 inputs: one block.
   error = np.abs(made["gate_proj"]["kernel"] - kernel)
@@ -422,7 +422,7 @@ def test_a_truncated_gguf_file_is_refused(tmp_path, part):
   content = file.read_bytes()
   file.write_bytes(content[: int(part * len(content))])
   with pytest.raises(ValueError, match=r"model\.gguf is truncated"):
-    load.load(file)
+    load.from_path(file)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +437,7 @@ def test_a_truncated_gguf_file_is_refused(tmp_path, part):
 def test_a_gguf_model_we_cannot_follow_is_refused(tmp_path, changes, match):
   file = write_gguf(tmp_path / "model.gguf", "llama", **changes)
   with pytest.raises(ValueError, match=match):
-    load.load(file)
+    load.from_path(file)
 
 
 def test_gguf_files_of_unknown_architecture_are_refused(tmp_path):
@@ -448,14 +448,14 @@ def test_gguf_files_of_unknown_architecture_are_refused(tmp_path):
   writer.close()
   match = "unknown architecture 'mamba' .known: llama, qwen2, qwen3"
   with pytest.raises(ValueError, match=match):
-    load.load(tmp_path / "a.gguf")
+    load.from_path(tmp_path / "a.gguf")
 
 
 # Stacking.
 
 
 def test_stacking_asks_for_each_parameter_once():
-  config = load.load(GOLDEN / "llama").config
+  config = load.from_path(GOLDEN / "llama").config
   asked = []
 
   def read(path, layer):

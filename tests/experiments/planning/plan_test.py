@@ -15,6 +15,7 @@ from experiments.benchmarks import gpu_check
 from experiments.models import architectures
 from experiments.parallel import sharding
 from experiments.planning import plan as plan_lib
+from experiments.planning import targets
 from experiments.planning.plan import Request
 
 needs_libtpu = pytest.mark.skipif(
@@ -152,7 +153,7 @@ def test_search_for_a_batch_where_none_fits(monkeypatch, small_plan):
 
 
 def test_search_for_a_slice(monkeypatch, small_plan):
-  size = lambda r: math.prod(plan_lib.devices.parse(r.target).shape)
+  size = lambda r: math.prod(targets.parse(r.target).shape)
   fake_plans(monkeypatch, small_plan, lambda r: 100 * GIB // size(r))
   tried = plan_command.search_slice(Request("qwen2.5-32b", "v5e:1x1"))
   # 61 GiB of weights alone have no room on one chip.
@@ -282,7 +283,7 @@ def test_what_a_tpu_has_no_room_for_is_an_answer(monkeypatch, tiny):
     traced = jax.jit(lambda x: (x @ x) @ x).trace(x)
     return traced.lower(lowering_platforms=("tpu",))
 
-  monkeypatch.setattr(plan_lib.program, "lower_update", too_large)
+  monkeypatch.setattr(plan_lib.compiled_step, "lower_update", too_large)
   found = plan_lib.plan(Request(tiny, "v5e:1x1", rank=8, tokens=64))
   assert not found.fits and found.peak_bytes >= 128 * GIB
   assert "RESOURCE_EXHAUSTED" in plan_command.table(found).splitlines()[-1]

@@ -119,8 +119,8 @@ def test_tpu_memory_is_what_the_compiler_has(family):
 def test_two_processes_compile_at_once():
   targets.parse("v5e:1x1").devices()  # This process has the library.
   code = (
-      "from experiments import devices;"
-      "print(len(devices.parse('v5e:2x2').devices()))"
+      "from experiments.planning import targets;"
+      "print(len(targets.parse('v5e:2x2').devices()))"
   )
   process = subprocess.run(
       [sys.executable, "-c", code],

@@ -376,7 +376,7 @@ def test_bad_prompts(prompts, message):
 @pytest.mark.slow
 @pytest.mark.skipif(not _REAL.exists(), reason=f"no model at {_REAL}")
 def test_an_int8_cache_of_a_real_model_chooses_the_same_tokens():
-  config, params, tokenizer = load.load(_REAL)
+  config, params, tokenizer = load.from_path(_REAL)
   tokens, valid = rollout_speed.prompts(tokenizer, 8, 64)
 
   def greedy(dtype):

@@ -7,11 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import train
 from experiments.configs import quickstart, tiny
 from experiments.learning import optimizers
 from experiments.models import lora
-from experiments.runs import check_config, workdir
+from experiments.runs import check_config, loop, workdir
 import logra_jax
 from tests.helpers.paths import ROOT
 
@@ -105,10 +104,10 @@ def test_bad_settings_are_refused_with_name_and_value(changes, match):
 def test_unknown_model_and_task_are_refused_before_training(tmp_path):
   config = _with(tiny.get_config(), {"model": str(tmp_path / "none")})
   with pytest.raises(FileNotFoundError, match="none"):
-    train.train(config, tmp_path / "a")
+    loop.train(config, tmp_path / "a")
   config = _with(tiny.get_config(), {"task.name": "additon"})
   with pytest.raises(ValueError, match=r"additon.*addition"):
-    train.train(config, tmp_path / "b")
+    loop.train(config, tmp_path / "b")
 
 
 def test_a_directory_that_cannot_be_written_is_refused_first(tmp_path):
@@ -116,7 +115,7 @@ def test_a_directory_that_cannot_be_written_is_refused_first(tmp_path):
   # The model does not exist either: the directory is looked at before it.
   config = _with(tiny.get_config(), {"model": "nowhere"})
   with pytest.raises(ValueError, match="file/run cannot be written"):
-    train.train(config, tmp_path / "file" / "run")
+    loop.train(config, tmp_path / "file" / "run")
 
 
 def test_a_directory_belongs_to_one_config(tmp_path):

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import evaluate, rewards, tasks
+from experiments import rewards, tasks
 from experiments.configs import tiny
+from experiments.evaluation import heldout
 from experiments.models import decoder
 from experiments.models import tiny as tiny_model
 from experiments.rollouts import sampler as sampler_lib
@@ -56,7 +57,7 @@ def rounds(parts, config, update, n):
     rollout = collect.sample(
         config, sampler, tokenizer, examples, update, tried
     )
-    _, earned = evaluate.score(task, tokenizer, examples, rollout)
+    _, earned = heldout.score(task, tokenizer, examples, rollout)
     yield examples, rollout, earned.reshape(-1, GROUP)
 
 

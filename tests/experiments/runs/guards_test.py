@@ -8,9 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import train
 from experiments.configs import tiny
-from experiments.runs import checkpoints, guards
+from experiments.runs import checkpoints, guards, loop
 import logra_jax
 
 _GOOD = {"train/loss": 0.1, "kl/predicted": 1e-3, "train/skipped": 0.0}
@@ -226,7 +225,7 @@ def test_a_run_that_diverges_stops_and_leaves_the_batch(tmp_path):
   config.optimizer.name = "dense_sgd"
   config.optimizer.learning_rate = 1e30  # The weights it leads to overflow.
   with pytest.raises(guards.NonFiniteError, match="5 updates in a row"):
-    train.train(config.lock(), tmp_path)
+    loop.train(config.lock(), tmp_path)
   (path,) = tmp_path.glob("bad_batch-*.npz")
   with np.load(path) as saved:
     (name,) = [name for name in saved if name.endswith("advantages")]
@@ -243,7 +242,7 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_moments(name, tmp_path):
   config = tiny.get_config().unlock()
   config.optimizer.name = name
   saved = checkpoints.Checkpoints(tmp_path / "checkpoints")
-  run = train._Run(config, tmp_path, saved, train._make_mesh(config))
+  run = loop._Run(config, tmp_path, saved, loop._make_mesh(config))
   (batch,), _ = run._steps(run.collector.collect(0, None))
 
   def kept():  # Scalars of the optimizer's state count what was skipped.

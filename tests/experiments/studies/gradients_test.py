@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import train
 from experiments.configs import tiny
 from experiments.learning import packing, train_step
+from experiments.runs import loop
 from experiments.studies import gradients
 import logra_jax
 
@@ -23,7 +23,7 @@ def source(tmp_path_factory):
 def test_a_point_is_where_the_program_would_be(tmp_path):
   config = tiny.get_config().unlock()
   config.updates = 2
-  state = train.train(config.lock(), tmp_path / "run").state
+  state = loop.train(config.lock(), tmp_path / "run").state
   source = gradients.Source(config, tmp_path / "points", (0, 2), 4)
   before, after = (gradients.split(source.params(i)) for i in (0, 2))
   assert len(after) == 7

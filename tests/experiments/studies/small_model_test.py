@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from experiments import evaluate, tasks, train
+from experiments import tasks
 from experiments.configs import small
+from experiments.models import load
+from experiments.rollouts import chat
 from experiments.runs import check_config
 from experiments.studies import small_model
 
@@ -25,7 +27,7 @@ def test_prompts_are_the_sum_alone():
   task = tasks.make_task(small_model.TASK, 0)
   examples = [task.train(i) for i in range(50)]
   for ids, example in zip(
-      evaluate.encode_prompts(tokenizer, examples), examples, strict=True
+      chat.encode_prompts(tokenizer, examples), examples, strict=True
   ):
     assert len(ids) <= small_model.MAX_PROMPT_TOKENS
     asked = example.prompt[0]["content"]
@@ -68,5 +70,5 @@ def test_it_is_right_about_half_of_the_time(tmp_path):
   path = small_model.ensure_small_model(tmp_path / "model")
   config = small.get_config()
   config.model = str(path)
-  found = train.load_model(config)
+  found = load.for_run(config)
   assert found.config.d_model == 256  # `_teach` itself checks the accuracy.
