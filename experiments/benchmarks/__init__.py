@@ -1,5 +1,5 @@
-"""Measurements of time and endurance on the machine at hand.
+"""Measurements of speed, memory and robustness on this machine.
 
-Entry points: `update_time`, `rollout_speed`, `gpu_check` and `soak`, each a
-command. May import everything but `studies` and the commands at the top.
+Commands: `update_time`, `rollout_speed`, `gpu_check` and `soak`. May import
+everything but `studies` and the commands at the top of `experiments`.
 """

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.benchmarks import update_time
+from experiments.benchmarks import timed_update
 from experiments.learning import batches, compiled_step, optimizers, train_step
 from experiments.models import architectures, load
 from experiments.models.decoder import Decoder
@@ -152,7 +152,7 @@ def _update(
 
     where = sharding.shardings(abstract, abstract.params, mesh)
     state = jax.jit(make, out_shardings=where)(jax.random.key(0))
-    arrays = update_time.random_batch(config, architecture.vocab_size, 0)
+    arrays = timed_update.random_batch(config, architecture.vocab_size, 0)
     arrays = batches.put(arrays, mesh)
     jax.block_until_ready((state, arrays))
     found["peak_bytes_before"] = _memory(device, "peak_bytes_in_use")

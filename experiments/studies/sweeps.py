@@ -20,8 +20,8 @@ from typing import Any
 from absl import app, flags, logging
 import ml_collections
 
-from experiments.benchmarks import update_time
 from experiments.models import download
+from experiments.reporting import provenance
 from experiments.runs import check_config, loop, progress, record
 from experiments.studies import small_model
 
@@ -186,7 +186,7 @@ def append(out: pathlib.Path, rows: Sequence[Row]) -> None:
     for row in rows:
       file.write(json.dumps(row) + "\n")
   command = " ".join(["python", *sys.orig_argv[1:]])
-  machine = update_time.machine() | {"command": command}
+  machine = provenance.machine() | {"command": command}
   (out / _MACHINE).write_text(json.dumps(machine, indent=2) + "\n")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from absl import app, flags
 
-from experiments.benchmarks import update_time
+from experiments.benchmarks import timed_update
 from experiments.planning import plan
 from experiments.studies.scale import analysis, sweep
 
@@ -48,10 +48,10 @@ def measure_small() -> tuple[dict[str, int], list[dict[str, Any]]]:
         tokens=64,
     )
     peaks[name] = plan.plan(request).peak_bytes or 0
-  rows = update_time.measure(
-      update_time.rows_of(["logra"], [sweep.SMALL_RANK]),
-      update_time.Size(),
-      update_time.SMALL,
+  rows = timed_update.time_updates(
+      timed_update.parse_settings(["logra"], [sweep.SMALL_RANK]),
+      timed_update.UpdateSize(),
+      timed_update.SMALL,
       repeats=3,
       seed=0,
   )

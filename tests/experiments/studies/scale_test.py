@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.benchmarks import update_time
+from experiments.benchmarks import timed_update
 from experiments.studies.scale import analysis, run, sweep
 from tests.helpers.paths import ROOT
 
@@ -49,7 +49,8 @@ def test_small_measures_both():
   peaks, rows = run.measure_small()
   assert 0 < peaks["logra"] < peaks["dense_adam"]
   assert [
-      update_time.Row(row["optimizer"], row["rank"]).label for row in rows
+      timed_update.OptimizerSetting(row["optimizer"], row["rank"]).label
+      for row in rows
   ] == [
       "dense_adam",
       "logra, rank 16",
