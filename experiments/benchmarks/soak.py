@@ -1,14 +1,15 @@
-"""Kills a run again and again, and compares it with one that was left alone.
+"""Kills a run again and again, and compares it with an undisturbed one.
 
-python -m experiments.benchmarks.soak --config=experiments/configs/soak.py \
-  --workdir=/tmp/soak --out=docs/results/soak
+  python -m experiments.benchmarks.soak --config=experiments/configs/soak.py \
+    --workdir=/tmp/soak --out=docs/results/soak
 
-The training program runs as a user starts it. Some seconds after its first
-update it gets SIGKILL or SIGTERM, and is started again, until it is done. Then
-every array of its last checkpoint, and every number of its record that is not
-of the machine, must be that of the undisturbed run, bit for bit.
+The training command runs as a user would start it. Some seconds after its first
+update it gets SIGKILL or SIGTERM and is started again, until the run is done.
+Then every array of its last checkpoint, and every number of its record that
+does not depend on the machine, must equal the undisturbed run's bit for bit.
 
-The run that is killed keeps compiled programs on disk, the other has none.
+The killed run keeps its compiled programs on disk; the undisturbed one does
+not.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,23 +24,32 @@ import threading
 import time
 from typing import IO, Any
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 
+from experiments import _cli
 from experiments.runs import checkpoints, metric_names, progress, record
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
-# Exit codes of a run that was killed; with a signal's number it was at once.
+# Exit codes of a killed run: negative if the signal ended the process itself.
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-def kills(
+def kill_plan(
     seed: int, shortest: float, longest: float
 ) -> Iterator[tuple[float, signal.Signals]]:
-  """An endless plan: seconds after the first update, and the signal.
+  """Yields when to kill each start of the run, and by which signal.
+
+  Args:
+    seed: Random seed.
+    shortest: Least seconds between the first update and the signal.
+    longest: Most seconds between the first update and the signal.
+
+  Yields:
+    Seconds after the first update, and the signal; without end.
 
   Raises:
-    ValueError: the seconds are not 0 <= shortest <= longest.
+    ValueError: The seconds are not 0 <= shortest <= longest.
   """
   if not 0 <= shortest <= longest:
     raise ValueError(
@@ -52,12 +62,12 @@ def kills(
 
 
 class _Attempt:
-  """One start of the training program, killed after a while."""
+  """One start of the training command, which can be killed after a while."""
 
   def __init__(self, workdir: pathlib.Path, delay: float, number: int | None):
     self._workdir = workdir
     self._delay = delay
-    self._signal = number  # None: it is left alone.
+    self._signal = number  # None: do not kill it.
     self._process: subprocess.Popen[str]
     self.update = 0
     self.resumed_at = 0
@@ -67,7 +77,7 @@ class _Attempt:
   def run(
       self, command: Sequence[str], environment: Mapping[str, str], log: IO[str]
   ) -> int:
-    """Runs the program to its end, of either kind; returns its exit code."""
+    """Runs the command until it ends or is killed; returns its exit code."""
     self._process = subprocess.Popen(
         command,
         env={**os.environ, **environment},
@@ -97,25 +107,25 @@ class _Attempt:
     self._process.send_signal(self._signal)
 
 
-def disturbed(
+def run_with_kills(
     command: Sequence[str],
     workdir: pathlib.Path,
     plan: Iterator[tuple[float, signal.Signals]],
     out: pathlib.Path,
 ) -> list[dict[str, Any]]:
-  """Runs `command` as often as it takes, and writes `out/log.jsonl`.
+  """Restarts `command` until the run is done, and writes `out/log.jsonl`.
 
   Args:
-    command: starts a run in `workdir`, or resumes it.
-    workdir: of that run.
-    plan: of `kills`.
-    out: directory for the log, and for `train.log`, what the program printed.
+    command: Starts a run in `workdir`, or resumes it.
+    workdir: Directory of the run.
+    plan: When to send which signal; see `kill_plan`.
+    out: Directory for the log and for `train.log`, the command's output.
 
   Returns:
-    The log: one entry for each start of the program.
+    The log, one entry per start of the command.
 
   Raises:
-    RuntimeError: it ended by itself with an error.
+    UserError: The command failed by itself.
   """
   environment = {
       "JAX_COMPILATION_CACHE_DIR": str(workdir.absolute() / "compiled"),
@@ -145,17 +155,21 @@ def disturbed(
       if code == 0:
         break
       if code not in _KILLED:
-        raise RuntimeError(f"the run failed; see {out / 'train.log'}")
+        raise _run_failed(out)
   return entries
 
 
-def differences(one: pathlib.Path, other: pathlib.Path) -> list[str]:
-  """What two finished runs do not have in common, a line each.
+def _run_failed(out: pathlib.Path) -> _cli.UserError:
+  return _cli.UserError(f"the run failed; see {out / 'train.log'}")
 
-  Compares the arrays of the newest checkpoints by their bytes, and the lines
-  of the records but for what `metric_names.repeats` denies.
+
+def differences(one: pathlib.Path, other: pathlib.Path) -> list[str]:
+  """Lists the differences between two finished runs, one line each.
+
+  Compares the arrays of the newest checkpoints byte by byte, and the records
+  in all metrics that repeat according to `metric_names.repeats`.
   """
-  found = []
+  different = []
   states = []
   for workdir in (one, other):
     saved = checkpoints.Checkpoints(workdir / "checkpoints")
@@ -163,23 +177,23 @@ def differences(one: pathlib.Path, other: pathlib.Path) -> list[str]:
   for name in sorted(states[0].keys() | states[1].keys()):
     arrays = [state.get(name, np.zeros(0)) for state in states]
     if _bytes(arrays[0]) != _bytes(arrays[1]):
-      found.append(f"array {name}")
-  rows = [_repeated(workdir / record.FILENAME) for workdir in (one, other)]
+      different.append(f"array {name}")
+  rows = [_repeatable_rows(path / record.FILENAME) for path in (one, other)]
   if len(rows[0]) != len(rows[1]):
-    found.append(f"lines of the record: {len(rows[0])} and {len(rows[1])}")
+    different.append(f"lines of the record: {len(rows[0])} and {len(rows[1])}")
   for here, there in zip(*rows, strict=False):
     for name in sorted(here.keys() | there.keys()):
       if here.get(name, ...) != there.get(name, ...):
-        found.append(f"update {here['update']}: {name}")
-  return found
+        different.append(f"update {here['update']}: {name}")
+  return different
 
 
 def _bytes(array: np.ndarray) -> tuple[Any, ...]:
   return array.shape, array.dtype, array.tobytes()
 
 
-def _repeated(path: pathlib.Path) -> list[dict[str, Any]]:
-  """The lines of a record with what the machine has no part in."""
+def _repeatable_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+  """The rows of a record, without machine-dependent metrics."""
   rows = [
       {name: row[name] for name in row if metric_names.repeats(name)}
       for row in record.read_rows(path)
@@ -193,28 +207,31 @@ def soak(
     out: pathlib.Path,
     plan: Iterator[tuple[float, signal.Signals]],
 ) -> dict[str, Any]:
-  """The run that is killed, the one that is not, and what tells them apart.
+  """Does a run with kills and one without, and compares them.
 
   Args:
-    command: starts or resumes a run; `--workdir=` is added.
-    workdir: for the runs, `killed` and `undisturbed`.
-    out: for the log and `summary.json`.
-    plan: of `kills`.
+    command: Starts or resumes a run; `--workdir=` is added.
+    workdir: Directory of both runs, `killed` and `undisturbed`.
+    out: Directory for the log and `summary.json`.
+    plan: When to send which signal; see `kill_plan`.
 
   Returns:
-    The summary.
+    The content of `summary.json`.
+
+  Raises:
+    UserError: A run failed by itself.
   """
   out.mkdir(parents=True, exist_ok=True)
   killed, undisturbed = workdir / "killed", workdir / "undisturbed"
   with_workdir = lambda path: [*command, f"--workdir={path}"]
-  entries = disturbed(with_workdir(killed), killed, plan, out)
+  entries = run_with_kills(with_workdir(killed), killed, plan, out)
   start = time.monotonic()
   with (out / "train.log").open("a") as output:
     code = _Attempt(undisturbed, 0.0, None).run(
         with_workdir(undisturbed), {}, output
     )
   if code:
-    raise RuntimeError(f"the run failed; see {out / 'train.log'}")
+    raise _run_failed(out)
   sent = [entry["signal"] for entry in entries]
   saved = checkpoints.Checkpoints(killed / "checkpoints")
   arrays = saved.load(saved.updates()[-1])
@@ -234,27 +251,39 @@ def soak(
   return summary
 
 
-def main(names: flags.FlagValues) -> None:
+def main(values: flags.FlagValues) -> None:
   command = [sys.executable, "-m", "experiments.train"]
-  command.append(f"--config={names.config}")
-  if names.updates:
-    command.append(f"--config.updates={names.updates}")
-  plan = kills(names.seed, names.shortest, names.longest)
-  summary = soak(
-      command, pathlib.Path(names.workdir), pathlib.Path(names.out), plan
-  )
+  command.append(f"--config={values.config}")
+  if values.updates:
+    command.append(f"--config.updates={values.updates}")
+  plan = kill_plan(values.seed, values.shortest, values.longest)
+  out = pathlib.Path(values.out)
+  summary = soak(command, pathlib.Path(values.workdir), out, plan)
   progress.say(json.dumps(summary, indent=2))
   if summary["differences"]:
-    sys.exit("error: the run that was killed is not the other")
+    raise _cli.UserError(
+        "the killed run differs from the undisturbed one; see"
+        f" {out / 'summary.json'}"
+    )
+
+
+def _define_flags() -> None:
+  flags.DEFINE_string(
+      "config", "experiments/configs/soak.py", "Config file of both runs."
+  )
+  flags.DEFINE_string("workdir", None, "Directory of both runs.")
+  flags.DEFINE_string(
+      "out", "docs/results/soak", "Folder for the log and the summary."
+  )
+  flags.DEFINE_integer(
+      "updates", 0, "Updates of each run; 0 means the config's number."
+  )
+  flags.DEFINE_integer("seed", 0, "Random seed of the times and signals.")
+  flags.DEFINE_float("shortest", 20.0, "Least seconds between kills.")
+  flags.DEFINE_float("longest", 60.0, "Most seconds between kills.")
+  flags.mark_flag_as_required("workdir")
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("config", "experiments/configs/soak.py", "Of the runs.")
-  flags.DEFINE_string("workdir", None, "Directory of both runs.")
-  flags.DEFINE_string("out", "docs/results/soak", "Of the log and summary.")
-  flags.DEFINE_integer("updates", 0, "In place of the config's.")
-  flags.DEFINE_integer("seed", 0, "Of the kills.")
-  flags.DEFINE_float("shortest", 20.0, "Seconds between kills, at least.")
-  flags.DEFINE_float("longest", 60.0, "Seconds between kills, at most.")
-  flags.mark_flag_as_required("workdir")
-  app.run(lambda argv: main(flags.FLAGS))
+  _define_flags()
+  _cli.run(main)

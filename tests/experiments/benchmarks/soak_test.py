@@ -1,4 +1,4 @@
-"""Tests of the soak: what it does to a run, and that it sees a difference."""
+"""Tests of the soak: that it kills runs, and notices the least difference."""
 
 import itertools
 import os
@@ -8,24 +8,25 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import train
+from experiments import _cli
 from experiments.benchmarks import soak
 from experiments.configs import tiny
-from experiments.runs import checkpoints, loop, record
+from experiments.learning import batches
+from experiments.runs import checkpoints, collect, loop, record
 from tests.helpers.paths import ROOT
 
 
 def test_the_plan_is_of_its_seed_and_within_its_bounds():
-  plan = lambda seed: list(itertools.islice(soak.kills(seed, 2, 5), 40))
+  plan = lambda seed: list(itertools.islice(soak.kill_plan(seed, 2, 5), 40))
   assert plan(0) == plan(0) != plan(1)
   assert all(2 <= delay <= 5 for delay, _ in plan(0))
   assert {number for _, number in plan(0)} == set(soak.SIGNALS)
   with pytest.raises(ValueError, match="shortest=3 and longest=2"):
-    next(soak.kills(0, 3, 2))
+    next(soak.kill_plan(0, 3, 2))
 
 
 def _finished(workdir, flip=False, **changes):
-  """A run's directory, with a bit or a number changed."""
+  """Writes a finished run, with one bit or some metrics changed."""
   kernel = np.arange(6, dtype=np.float32)
   if flip:
     kernel.view(np.uint32)[3] ^= 1
@@ -51,15 +52,15 @@ def test_a_difference_of_one_bit_is_seen(tmp_path):
 
 def test_a_run_that_fails_by_itself_ends_the_soak(tmp_path):
   command = [sys.executable, "-c", "import sys; sys.exit('error: no room')"]
-  plan = soak.kills(0, 0, 0)
-  with pytest.raises(RuntimeError, match=r"failed; see .*train\.log"):
-    soak.disturbed(command, tmp_path, plan, tmp_path)
+  plan = soak.kill_plan(0, 0, 0)
+  with pytest.raises(_cli.UserError, match=r"failed; see .*train\.log"):
+    soak.run_with_kills(command, tmp_path, plan, tmp_path)
   assert "error: no room" in (tmp_path / "train.log").read_text()
   assert '"exit_code": 1' in (tmp_path / "log.jsonl").read_text()
 
 
 def _terminate_once(function, call):
-  """`function`, during whose so manieth call this process gets SIGTERM."""
+  """`function`, which sends this process SIGTERM in its `call`-th call."""
   calls = itertools.count(1)
 
   def wrapped(*args, **kwargs):
@@ -72,7 +73,7 @@ def _terminate_once(function, call):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-  """A run of six updates with a checkpoint after every second."""
+  """A run of six updates, with a checkpoint after every second one."""
   workdir = tmp_path_factory.mktemp("undisturbed")
   loop.train(tiny.get_config(), workdir)
   return workdir
@@ -85,18 +86,16 @@ def test_sigterm_in_any_phase_stops_and_the_run_goes_on(
 ):
   with monkeypatch.context() as patch:
     if phase == "rollout":
-      patch.setattr(train, "sample", _terminate_once(train.sample, 3))
+      patch.setattr(collect, "sample", _terminate_once(collect.sample, 3))
     elif phase == "update":
-      make = loop._train_step
-      patch.setattr(
-          train, "_train_step", lambda *args: _terminate_once(make(*args), 3)
-      )
+      # Each of the updates puts one batch on the devices, then takes its step.
+      patch.setattr(batches, "put", _terminate_once(batches.put, 3))
     else:
       publish = _terminate_once(checkpoints.Checkpoints._publish, 1)
       patch.setattr(checkpoints.Checkpoints, "_publish", publish)
     stopped = loop.train(tiny.get_config(), tmp_path)
   assert stopped.stopped_by == signal.SIGTERM
-  # The update at hand is finished, and saved.
+  # The current update is finished and saved.
   assert stopped.update == 3 if phase != "checkpoint" else stopped.update < 6
   folder = tmp_path / "checkpoints"
   assert checkpoints.Checkpoints(folder).updates()[-1] == stopped.update
