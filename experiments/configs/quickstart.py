@@ -154,8 +154,8 @@ def _loss() -> ml_collections.ConfigDict:
   # trainer: 'none', or ratios per 'token' or per 'sequence'.
   loss.correction = "none"
   loss.correction_cap = 2.0  # Upper limit of these ratios; at least 1.
-  # Weight of a penalty on the KL to the policy before training, which is in nats
-  # per token. Above 0, a second copy of the weights is kept.
+  # Weight of a penalty on the KL to the policy before training (nats per
+  # token). Above 0, a second copy of the weights is kept.
   loss.reference_kl = 0.0
   loss.reference_estimator = "k3"  # Estimator of that KL: 'k1', 'k2' or 'k3'.
   return loss

@@ -1,8 +1,9 @@
-"""The small model for 1,200 short updates, to be killed and resumed.
+"""Trains the small model for 1,200 short updates, to be killed and resumed.
 
 Command: python -m experiments.benchmarks.soak --workdir=DIR
-Cost: five minutes on two CPU cores, twice.
-Expected: parameters and record of the killed run are those of the other.
+Cost: two runs of five minutes each on two CPU cores.
+Expected: the run that is killed ends with the parameters and the record of the
+  run that is not.
 """
 
 import ml_collections
@@ -11,13 +12,13 @@ from experiments.configs import small
 
 
 def get_config() -> ml_collections.ConfigDict:
-  """The small model's settings, with 32 responses an update."""
-  c = small.get_config().unlock()
-  c.updates = 1200
-  c.rollout.prompts = 4
-  c.loss.micro_rows = 4
-  c.kl.probe_responses = 8
-  c.evaluate.every = 200
-  c.evaluate.prompts = 64
-  c.checkpoint.every = 10
-  return c.lock()
+  """The small model's settings with 32 responses per update."""
+  config = small.get_config().unlock()
+  config.updates = 1200
+  config.rollout.prompts = 4
+  config.loss.micro_rows = 4
+  config.kl.probe_responses = 8
+  config.evaluate.every = 200
+  config.evaluate.prompts = 64
+  config.checkpoint.every = 10
+  return config.lock()
