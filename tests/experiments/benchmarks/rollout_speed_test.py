@@ -1,4 +1,4 @@
-"""What the comparison with transformers counts, and a small run of it."""
+"""Tests of the comparison with transformers: its counts, and a small run."""
 
 import json
 import sys
@@ -15,8 +15,8 @@ LLAMA = GOLDEN / "llama"
 
 def test_tokens_after_an_end_do_not_count():
   tokens = np.asarray([[5, 6, 2, 7], [5, 6, 7, 8], [2, 5, 2, 2], [5, 5, 5, 3]])
-  assert rollout_speed.count(tokens, (2, 3)) == 3 + 4 + 1 + 4
-  assert rollout_speed.count(tokens, ()) == 16
+  assert rollout_speed.count_tokens(tokens, (2, 3)) == 3 + 4 + 1 + 4
+  assert rollout_speed.count_tokens(tokens, ()) == 16
 
 
 def test_sentences_end_with_a_full_stop_or_a_line():
@@ -33,7 +33,9 @@ def test_ratios_are_of_medians():
       for s in (1.0, 2.0, 50.0)
   ]
   slower = [r | {"seconds": 4.0} for r in runs]
-  row = rollout_speed.summarise("equal", {"ours": runs, "transformers": slower})
+  row = rollout_speed.summarize_workload(
+      "equal", {"ours": runs, "transformers": slower}
+  )
   assert row["tokens_per_second"] == {"ours": 50.0, "transformers": 25.0}
   assert row["ratio"] == 2 and row["ratio_of_processor"] == 1
 
@@ -59,8 +61,8 @@ def test_a_small_run(tmp_path):
           "out": tmp_path,
       }
   )
-  found = json.loads((tmp_path / "throughput.json").read_text())
-  equal, sentences = found["rows"]
+  measured = json.loads((tmp_path / "throughput.json").read_text())
+  equal, sentences = measured["rows"]
   for runs in equal["runs"].values():
     assert runs[0]["tokens"] == 2 * 4
   for runs in sentences["runs"].values():
