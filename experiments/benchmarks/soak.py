@@ -1,4 +1,4 @@
-"""Kills a run again and again, and compares it with an undisturbed one.
+r"""Kills a run again and again, and compares it with an undisturbed one.
 
   python -m experiments.benchmarks.soak --config=experiments/configs/soak.py \
     --workdir=/tmp/soak --out=docs/results/soak
