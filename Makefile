@@ -1,23 +1,24 @@
 # Each target sets up all it needs (virtual environment, packages, model file)
 # and does nothing twice. PYTHON=... picks the interpreter, VENV=... the
-# environment's folder, ARGS=... adds arguments to a command.
+# environment's folder; ARGS=... adds arguments to a command.
 
 VENV ?= .venv
 CACHE ?= .cache
 WORKDIR ?= runs/quickstart
 ARGS ?=
-# Most of the time of the tests is compilation: code that is not optimised will do.
+# Tests spend most of their time compiling, so compiled code is not optimised.
 TEST_XLA_FLAGS ?= --xla_backend_optimization_level=0
 MODEL := $(CACHE)/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf
 BIN := $(VENV)/bin
 
-.PHONY: help quickstart test lint clean
+.PHONY: help quickstart test lint docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   train a 135M language model by RL on this machine"
 	@echo "make test         run the tests (ARGS='-k name' selects)"
-	@echo "make lint         formatting, lint and types"
+	@echo "make lint         check formatting, types, layers, spelling and links"
+	@echo "make docs         build the documentation as a site in site/"
 	@echo "make clean        remove the environment, the cache and runs/"
 
 quickstart: $(VENV)/.train $(MODEL)
@@ -32,17 +33,26 @@ test: $(VENV)/.dev $(MODEL)
 	  --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.dev
-	@echo "== pyink, ruff, mypy"
+	@echo "== pyink, ruff, mypy, layers of imports, spelling, links"
 	@$(BIN)/pyink --check --quiet . || \
 	  { echo "run: $(BIN)/pyink ."; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
+	@report=$$($(BIN)/lint-imports --no-logo --no-cache) || \
+	  { echo "$$report"; exit 1; }
+	@$(BIN)/codespell
+	@$(BIN)/python -m pytest tests/integration/links_test.py
+
+docs: $(VENV)/.docs
+	@echo "== building site/"
+	@$(BIN)/mkdocs build --quiet --strict --clean
+	@echo "open site/index.html"
 
 clean:
-	rm -rf $(VENV) $(CACHE) runs build dist *.egg-info
+	rm -rf $(VENV) $(CACHE) runs site build dist *.egg-info
 
-# The newest interpreter that runs and is not too old. A name on the PATH is
-# not enough: a version manager's shim may be there without its interpreter.
+# The newest interpreter that is new enough and runs. A name on the PATH is not
+# enough: a version manager can leave a shim there without its interpreter.
 $(BIN)/python:
 	@for python in $(PYTHON) python3.12 python3.11 python3; do \
 	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -68,6 +78,12 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@echo "== installing the packages for tests into $(VENV) (a minute)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -e '.[train,tasks,test,dev,tpu]'
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	@echo "== installing the packages for the documentation into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -e '.[docs]'
 	@touch $@
 
 $(MODEL): | $(BIN)/python
