@@ -1,51 +1,52 @@
 """Measures one update, or rollouts, on this machine's first device.
 
-Each in a process of its own (see `device_check`): JAX tells only the highest
-memory that a process ever had.
+`gpu_check` runs each section in a process of its own, because JAX reports only
+the highest memory that a process ever had.
 """
 
 from collections.abc import Callable
 import dataclasses
-import importlib.metadata
 import math
 import pathlib
-import platform
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from experiments.benchmarks import timed_update
-from experiments.learning import batches, compiled_step, optimizers, train_step
+from experiments.learning import batches, compiled_step, train_step
+from experiments.learning.batches import BatchSettings
+from experiments.learning.train_step import UpdateSettings
 from experiments.models import architectures, load
 from experiments.models.decoder import Decoder
 from experiments.parallel import sharding
 from experiments.planning import plan
+from experiments.reporting import provenance, units
 from experiments.rollouts import generate
 from experiments.rollouts.sampling import Sampling
 
-_GIB = 2**30
-# Elements of a weight that are drawn at once, so that drawing needs less memory
-# than an update.
+# Elements of a weight that are drawn at once. Drawing all of them at once would
+# need more memory than an update.
 _DRAWN = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """One process.
+  """What one process measures.
 
   Attributes:
     kind: `'update'` or `'rollout'`.
-    model: of `models.architecture`.
-    optimizer: of an update, a name of `optimizers.OPTIMIZERS`.
-    rank: of an update's sketches.
-    prompts: of a rollout.
-    prompt_tokens: of a rollout's prompts.
-    responses: to each prompt.
-    tokens: of an update's sequence, or of a rollout's responses.
-    repeats: how often it is timed.
+    model: The model, a name that `architectures.architecture` takes.
+    optimizer: Optimizer of an update, a name of `optimizers.OPTIMIZERS`.
+    rank: Rank of an update's sketches.
+    prompts: Prompts of a rollout.
+    prompt_tokens: Tokens of each prompt of a rollout.
+    responses: Responses to each prompt of a rollout.
+    tokens: Tokens of an update's sequence, or of each response of a rollout.
+    repeats: Number of timed updates or rollouts.
   """
 
   kind: str
@@ -60,56 +61,60 @@ class Section:
 
   @property
   def label(self) -> str:
+    """The section's name in tables and logs."""
     what = "rollout" if self.kind == "rollout" else self.optimizer
     if self.kind == "update" and self.optimizer != "dense_adam":
       what += f", rank {self.rank}"
     return f"{pathlib.Path(self.model).name}: {what}"
 
 
+# Receives the results so far.
 Tell = Callable[[dict[str, Any]], None]
 
 
-def measure(section: Section, tell: Tell) -> dict[str, Any]:
-  """Runs a section in this process, whose peak of memory should be its own.
+def run_section(section: Section, tell: Tell) -> dict[str, Any]:
+  """Runs a section in this process.
+
+  The process should do nothing else, so that its peak of memory is the
+  section's.
 
   Args:
-    section: what to run.
-    tell: called with what is known so far, whenever there is more.
+    section: What to measure.
+    tell: Called with the results so far whenever there are more.
 
   Returns:
-    Plain data; with `skipped` or `error` if the device is too small.
+    Results as plain data; `skipped` or `error` if the device is too small.
   """
   device = jax.devices()[0]
-  found: dict[str, Any] = {"device": _device(device)}
-  tell(found)
+  result: dict[str, Any] = {"device": _device(device)}
+  tell(result)
   run = _update if section.kind == "update" else _rollout
   try:
-    run(section, device, found, tell)
+    run(section, device, result, tell)
   except jax.errors.JaxRuntimeError as error:
-    found["error"] = str(error).splitlines()[0]
-  return found
+    result["error"] = str(error).splitlines()[0]
+  return result
 
 
 def _device(device: jax.Device) -> dict[str, Any]:
-  names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
-  installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+  """What is known of the device and of the packages that drive it."""
+  packages = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
   return {
       "kind": device.device_kind,
       "platform": device.platform,
       "runtime": device.client.platform_version,
       "memory_limit": _memory(device, "bytes_limit"),
-      "python": platform.python_version(),
-      **{n: importlib.metadata.version(n) for n in names if n in installed},
+      **provenance.versions(packages),
   }
 
 
 def _memory(device: jax.Device, key: str) -> int | None:
-  """One of the device's memory statistics; a CPU has none."""
+  """One of the device's memory statistics; None on a CPU, which has none."""
   return (device.memory_stats() or {}).get(key)
 
 
 def request_of(section: Section, target: str) -> plan.Request:
-  """The planner's request for a section's update."""
+  """The planner's request for a section's update on a target."""
   return plan.Request(
       section.model,
       target,
@@ -120,30 +125,35 @@ def request_of(section: Section, target: str) -> plan.Request:
 
 
 def _update(
-    section: Section, device: jax.Device, found: dict[str, Any], tell: Tell
+    section: Section, device: jax.Device, result: dict[str, Any], tell: Tell
 ) -> None:
-  """Compiles before it allocates: kernels are timed on memory, too."""
+  """Measures an update.
+
+  Compiles before it allocates: the compiler needs memory to time kernels.
+  """
   architecture = architectures.architecture(section.model)
   mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), [device])
   config = plan.config_of(request_of(section, "h100:1"), mesh)
-  abstract, batch = compiled_step.abstract_arguments(architecture, config, mesh)
-  found["state_bytes"] = sum(
+  settings = UpdateSettings.of_config(config)
+  model = Decoder(load.configure(architecture, config))
+  abstract = compiled_step.abstract_state(model, settings, mesh)
+  batch = compiled_step.abstract_batch(BatchSettings.of_config(config), mesh)
+  result["state_bytes"] = sum(
       math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract)
   )
-  if _too_much(device, found["state_bytes"], found):
+  if _too_much(device, result["state_bytes"], result):
     return
-  tx = optimizers.make_optimizer(config)
-  model = Decoder(load.configure(architecture, config))
+  tx = settings.make_optimizer()
   with jax.set_mesh(mesh):
-    step = compiled_step.jit_update(model, tx, config, abstract, mesh)
+    step = compiled_step.jit_update(model, tx, settings, abstract, mesh)
     started = time.perf_counter()
     step = step.lower(abstract, batch).compile()
-    found["compile_seconds"] = round(time.perf_counter() - started, 2)
+    result["compile_seconds"] = round(time.perf_counter() - started, 2)
     sizes = compiled_step.sizes(step)
-    found["compiled_peak_bytes"] = sizes.pop("peak_bytes")
-    found |= sizes
-    tell(found)
-    if _too_much(device, found["compiled_peak_bytes"], found):
+    result["compiled_peak_bytes"] = sizes.pop("peak_bytes")
+    result |= sizes
+    tell(result)
+    if _too_much(device, result["compiled_peak_bytes"], result):
       return
 
     def make(key):
@@ -155,39 +165,39 @@ def _update(
     arrays = timed_update.random_batch(config, architecture.vocab_size, 0)
     arrays = batches.put(arrays, mesh)
     jax.block_until_ready((state, arrays))
-    found["peak_bytes_before"] = _memory(device, "peak_bytes_in_use")
+    result["peak_bytes_before"] = _memory(device, "peak_bytes_in_use")
     seconds = []
     for _ in range(1 + section.repeats):
       started = time.perf_counter()
       state, metrics = step(state, arrays)
       jax.block_until_ready((state, metrics))
       seconds.append(round(time.perf_counter() - started, 4))
-      found["peak_bytes"] = _memory(device, "peak_bytes_in_use")
-      found["first_seconds"], found["seconds"] = seconds[0], seconds[1:]
-      found["loss"] = float(metrics["train/loss"])
-      found["update_skipped"] = float(metrics["kl/skipped"])
-      tell(found)
+      result["peak_bytes"] = _memory(device, "peak_bytes_in_use")
+      result["first_seconds"], result["seconds"] = seconds[0], seconds[1:]
+      result["loss"] = float(metrics["train/loss"])
+      result["update_skipped"] = float(metrics["kl/skipped"])
+      tell(result)
 
 
-def _too_much(device: jax.Device, needed: int, found: dict[str, Any]) -> bool:
-  """Whether the device has less memory than this; then says so."""
+def _too_much(device: jax.Device, needed: int, result: dict[str, Any]) -> bool:
+  """Whether `needed` bytes do not fit; if so, the result says it."""
   limit = _memory(device, "bytes_limit")
   if limit is None or needed <= limit:
     return False
-  found["skipped"] = f"{needed / _GIB:.1f} of {limit / _GIB:.1f} GiB"
+  result["skipped"] = f"{needed / units.GIB:.1f} of {limit / units.GIB:.1f} GiB"
   return True
 
 
-def random_params(shapes: Any, key: jax.Array) -> Any:
-  """Random weights, drawn in blocks.
+def random_params(shapes: optax.Params, key: jax.Array) -> optax.Params:
+  """Draws random weights in blocks.
 
   Args:
-    shapes: the parameters' tree, of anything with shapes and dtypes.
-    key: of `jax.random`.
+    shapes: The parameters' tree; its leaves need only shapes and dtypes.
+    key: Random key.
 
   Returns:
-    A tree of arrays: scales are 1, biases 0, all else normal with a standard
-    deviation of 0.02.
+    A tree of arrays: scales are 1, biases are 0, and all other weights are
+    normal with a standard deviation of 0.02.
   """
   leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
 
@@ -208,8 +218,9 @@ def random_params(shapes: Any, key: jax.Array) -> Any:
 
 
 def _rollout(
-    section: Section, device: jax.Device, found: dict[str, Any], tell: Tell
+    section: Section, device: jax.Device, result: dict[str, Any], tell: Tell
 ) -> None:
+  """Measures rollouts of a model with bfloat16 weights."""
   architecture = dataclasses.replace(
       architectures.architecture(section.model),
       dtype="bfloat16",
@@ -224,7 +235,7 @@ def _rollout(
   shape = (section.prompts, section.prompt_tokens)
   prompts = np.random.default_rng(0).integers(0, architecture.vocab_size, shape)
   responses = section.prompts * section.responses
-  found |= {"responses": responses, "seconds": []}
+  result |= {"responses": responses, "seconds": []}
   for repeat in range(1 + section.repeats):
     started = time.perf_counter()
     jax.block_until_ready(
@@ -242,10 +253,10 @@ def _rollout(
     )
     seconds = round(time.perf_counter() - started, 4)
     if not repeat:
-      found["first_seconds"] = seconds  # Most of it compiles.
+      result["first_seconds"] = seconds  # Most of it is compilation.
       continue
-    found["seconds"].append(seconds)
-    tokens = responses * section.tokens / np.median(found["seconds"])
-    found["tokens_per_second"] = round(float(tokens), 1)
-    found["peak_bytes"] = _memory(device, "peak_bytes_in_use")
-    tell(found)
+    result["seconds"].append(seconds)
+    tokens = responses * section.tokens / np.median(result["seconds"])
+    result["tokens_per_second"] = round(float(tokens), 1)
+    result["peak_bytes"] = _memory(device, "peak_bytes_in_use")
+    tell(result)

@@ -18,6 +18,8 @@ import numpy as np
 
 from experiments.configs import quickstart
 from experiments.learning import batches, compiled_step, optimizers, train_step
+from experiments.learning.batches import BatchSettings
+from experiments.learning.train_step import UpdateSettings
 from experiments.models import load
 from experiments.models.decoder import Decoder, DecoderConfig
 from experiments.parallel import sharding
@@ -189,7 +191,9 @@ def random_batch(
       log_probs=log_probs.astype(np.float32),
       finished=np.ones((n,), bool),
   )
-  batch, _ = batches.make_batch(config, rollout, rng.standard_normal(n))
+  batch, _ = batches.make_batch(
+      BatchSettings.of_config(config), rollout, rng.standard_normal(n)
+  )
   return dataclasses.replace(batch, count=None)  # All rows are full.
 
 
@@ -213,12 +217,17 @@ class CompiledUpdate:
     config = training_config(setting, size)
     self._mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     model = Decoder(load.configure(architecture, config))
-    tx = optimizers.make_optimizer(config)
+    settings = UpdateSettings.of_config(config)
+    tx = settings.make_optimizer()
     init = jax.jit(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32)))
     params = init(jax.random.key(seed))["params"]
-    self._state = compiled_step.init_state(config, params, tx, self._mesh)
+    self._state = compiled_step.init_state(
+        settings.optimizer, params, tx, self._mesh
+    )
     self._batch = random_batch(config, architecture.vocab_size, seed)
-    step = compiled_step.jit_update(model, tx, config, self._state, self._mesh)
+    step = compiled_step.jit_update(
+        model, tx, settings, self._state, self._mesh
+    )
     started = time.perf_counter()
     with jax.set_mesh(self._mesh):
       self._step = step.lower(self._state, self._batch).compile()

@@ -3,6 +3,7 @@
 Axis letters as in `packing`.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import ml_collections
 import numpy as np
 
 from experiments.learning import losses, packing
+from experiments.learning.objectives import Tokens
 from experiments.learning.train_step import Batch
 from experiments.parallel import sharding
 from experiments.rollouts.rollout import Rollout
@@ -20,25 +22,93 @@ from experiments.rollouts.rollout import Rollout
 _STACKED = ("rows", "tokens")
 
 
-def minibatch_prompts(config: ml_collections.ConfigDict) -> int:
-  """Prompts that one step learns from."""
-  return config.rollout.prompts // config.loss.minibatches
+@dataclasses.dataclass(frozen=True)
+class BatchSettings:
+  """What packing a rollout into batches reads of a config.
+
+  Attributes:
+    loss: Name of the loss, which decides the tokens' weights.
+    prompts: Number of prompts that one optimizer step learns from.
+    responses: Number of responses to each prompt.
+    max_prompt_tokens: Longest prompt in tokens.
+    max_new_tokens: Longest response in tokens.
+    row_tokens: Lengths of rows to choose from, in tokens.
+    micro_rows: Number of rows computed at once.
+    probe_responses: Number of responses that the KL is predicted on.
+    reference: Whether tokens have log-probs of a reference policy.
+  """
+
+  loss: str
+  prompts: int
+  responses: int
+  max_prompt_tokens: int
+  max_new_tokens: int
+  row_tokens: tuple[int, ...]
+  micro_rows: int
+  probe_responses: int
+  reference: bool
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "row_tokens", tuple(self.row_tokens))
+    longest = self.max_prompt_tokens + self.max_new_tokens
+    if not self.row_tokens or min(self.row_tokens) < longest:
+      raise ValueError(
+          f"config.loss.row_tokens={self.row_tokens} must hold lengths of at"
+          f" least {longest}: rollout.max_prompt_tokens +"
+          " rollout.max_new_tokens"
+      )
+    for name, value in (
+        ("loss.micro_rows", self.micro_rows),
+        ("kl.probe_responses", self.probe_responses),
+    ):
+      if value < 1:
+        raise ValueError(f"config.{name}={value} must be at least 1")
+    if self.probe_responses > self.prompts * self.responses:
+      raise ValueError(
+          f"config.kl.probe_responses={self.probe_responses} is more than a"
+          f" step has, {self.prompts * self.responses}"
+      )
+
+  @classmethod
+  def of_config(cls, config: ml_collections.ConfigDict) -> "BatchSettings":
+    """Reads a config like `configs/quickstart.py`.
+
+    Raises:
+      ValueError: If a value is out of range; names the field.
+    """
+    rollout, loss = config.rollout, config.loss
+    if loss.minibatches < 1 or rollout.prompts % loss.minibatches:
+      raise ValueError(
+          f"config.loss.minibatches={loss.minibatches} must divide"
+          f" rollout.prompts={rollout.prompts}"
+      )
+    return cls(
+        loss=loss.name,
+        prompts=rollout.prompts // loss.minibatches,
+        responses=rollout.responses,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_new_tokens=rollout.max_new_tokens,
+        row_tokens=loss.row_tokens,
+        micro_rows=loss.micro_rows,
+        probe_responses=config.kl.probe_responses,
+        reference=loss.reference_kl > 0,
+    )
 
 
-def probe_rows(config: ml_collections.ConfigDict) -> np.ndarray:
+def probe_rows(settings: BatchSettings) -> np.ndarray:
   """Responses that the KL is measured on, of different prompts first.
 
   Returns:
-    `[config.kl.probe_responses]` int32, distinct.
+    `[probe_responses]` int32, distinct.
   """
-  prompts, responses = minibatch_prompts(config), config.rollout.responses
+  prompts, responses = settings.prompts, settings.responses
   rows = np.arange(prompts * responses, dtype=np.int32)
   by_response = rows.reshape(prompts, responses).T.reshape(-1)
-  return by_response[: config.kl.probe_responses]
+  return by_response[: settings.probe_responses]
 
 
 def make_batch(
-    config: ml_collections.ConfigDict,
+    settings: BatchSettings,
     rollout: Rollout,
     advantages: np.ndarray,
     *,
@@ -47,9 +117,8 @@ def make_batch(
   """Packs the responses that one step learns from.
 
   Args:
-    config: a config like `configs/quickstart.py`.
-    rollout: B responses, NumPy arrays `[B, T]`, to prompts of
-      `minibatch_prompts`.
+    settings: What packing reads of a config.
+    rollout: B = prompts * responses responses, NumPy arrays `[B, T]`.
     advantages: `[B]` float32.
     keep: `[B]` bool, responses that the loss is of; None means all.
 
@@ -61,7 +130,6 @@ def make_batch(
     ValueError: no response has a token, so that there is nothing to learn
       from; or those of the probe have none, so that no KL can be predicted.
   """
-  c = config.loss
   mask = np.asarray(rollout.completion_mask)
   lengths = mask.sum(axis=1)
   if keep is None:
@@ -71,19 +139,19 @@ def make_batch(
           packing.pack(
               rollout,
               keep,
-              group_size=config.rollout.responses,
-              n_new=config.rollout.max_new_tokens,
+              group_size=settings.responses,
+              n_new=settings.max_new_tokens,
               row_tokens=row_tokens,
-              micro_rows=c.micro_rows,
+              micro_rows=settings.micro_rows,
           )
-          for row_tokens in c.row_tokens
+          for row_tokens in settings.row_tokens
       ),
       key=lambda packed: packed.computed,
   )
-  weights = losses.LOSSES[c.name].weights(
-      lengths, config.rollout.max_new_tokens, keep
+  weights = losses.find(settings.loss).weights(
+      lengths, settings.max_new_tokens, keep
   )
-  tokens = losses.Tokens(
+  tokens = Tokens(
       mask=packed.rows.target_mask,
       response=packed.rows.target_response,
       old_log_probs=packed.gather(np.asarray(rollout.log_probs)),
@@ -94,16 +162,16 @@ def make_batch(
   batch = Batch(
       rows=packed.rows,
       tokens=tokens,
-      probe=_probe(config, rollout),
+      probe=_probe(settings, rollout),
       count=np.int32(packed.count),
       mismatch=np.float32(0.0),
   )
   return batch, packed
 
 
-def _probe(config: ml_collections.ConfigDict, rollout: Rollout) -> packing.Rows:
+def _probe(settings: BatchSettings, rollout: Rollout) -> packing.Rows:
   """The probe's rows, each long enough for any response."""
-  chosen = probe_rows(config)
+  chosen = probe_rows(settings)
   some = jax.tree.map(lambda x: np.asarray(x)[chosen], rollout)
   if not some.completion_mask.any():
     raise ValueError(
@@ -111,23 +179,22 @@ def _probe(config: ml_collections.ConfigDict, rollout: Rollout) -> packing.Rows:
         " responses, so that no KL can be predicted; raise"
         " config.kl.probe_responses"
     )
-  return packing.all_rows(some, 1, config.rollout.max_new_tokens)
+  return packing.all_rows(some, 1, settings.max_new_tokens)
 
 
-def abstract_batch(config: ml_collections.ConfigDict) -> Batch:
+def abstract_batch(settings: BatchSettings) -> Batch:
   """Shapes and dtypes of the largest batch, in the longest rows."""
-  c, r = config.loss, config.rollout
-  row_tokens = max(c.row_tokens)
+  row_tokens = max(settings.row_tokens)
   n_micro = packing.max_micro_batches(
-      minibatch_prompts(config),
-      r.responses,
-      r.max_prompt_tokens,
-      r.max_new_tokens,
+      settings.prompts,
+      settings.responses,
+      settings.max_prompt_tokens,
+      settings.max_new_tokens,
       row_tokens,
-      c.micro_rows,
+      settings.micro_rows,
   )
   n_targets = packing.max_targets(
-      r.max_prompt_tokens, r.max_new_tokens, row_tokens
+      settings.max_prompt_tokens, settings.max_new_tokens, row_tokens
   )
   rows = lambda lead, s, k: packing.Rows(
       **{
@@ -145,23 +212,23 @@ def abstract_batch(config: ml_collections.ConfigDict) -> Batch:
       },
       target_mask=jax.ShapeDtypeStruct((*lead, k), np.bool_),
   )
-  lead = (n_micro, c.micro_rows)
+  lead = (n_micro, settings.micro_rows)
   thin = (*lead, n_targets)
   number = jax.ShapeDtypeStruct(thin, np.float32)
   return Batch(
       rows=rows(lead, row_tokens, thin[-1]),
-      tokens=losses.Tokens(
+      tokens=Tokens(
           mask=jax.ShapeDtypeStruct(thin, np.bool_),
           response=jax.ShapeDtypeStruct(thin, np.int32),
           old_log_probs=number,
           advantages=number,
           weights=number,
-          reference_log_probs=number if c.reference_kl else None,
+          reference_log_probs=number if settings.reference else None,
       ),
       probe=rows(
-          (config.kl.probe_responses,),
-          r.max_prompt_tokens + r.max_new_tokens,
-          r.max_new_tokens,
+          (settings.probe_responses,),
+          settings.max_prompt_tokens + settings.max_new_tokens,
+          settings.max_new_tokens,
       ),
       count=None,
       mismatch=jax.ShapeDtypeStruct((), np.float32),

@@ -4,12 +4,14 @@ Nothing here allocates an array, so a model may be larger than the machine.
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 import ml_collections
+import optax
 
 from experiments.learning import batches, optimizers, train_step
 from experiments.models import load
@@ -19,22 +21,25 @@ from experiments.planning import targets
 
 
 def init_state(
-    config: ml_collections.ConfigDict, params: Any, tx: Any, mesh: Mesh
+    optimizer: optimizers.OptimizerSettings,
+    params: optax.Params,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
 ) -> train_step.TrainState:
   """The state before the first update, laid out over the mesh.
 
   Args:
-    config: a config like `configs/quickstart.py`.
-    params: the model's parameters, the same in every process.
-    tx: of `optimizers.make_optimizer`.
-    mesh: of `sharding.make_mesh`.
+    optimizer: Settings of the optimizer.
+    params: The model's parameters, the same in every process.
+    tx: The optimizer itself.
+    mesh: A mesh of `sharding.make_mesh`.
   """
-  params = optimizers.init_params(config, params)
+  params = optimizers.init_params(optimizer, params)
   params = sharding.put(params, sharding.shardings(params, params, mesh))
   make = lambda params: train_step.init_state(params, tx)
   where = sharding.shardings(jax.eval_shape(make, params), params, mesh)
 
-  def others(params):  # Returned from here the weights would be copies.
+  def others(params):  # Returning the weights here would copy them.
     state = make(params)
     return state.opt_state, state.update
 
@@ -44,8 +49,8 @@ def init_state(
 
 def jit_update(
     model: Decoder,
-    tx: Any,
-    config: ml_collections.ConfigDict,
+    tx: optax.GradientTransformationExtraArgs,
+    settings: train_step.UpdateSettings,
     state: train_step.TrainState,
     mesh: Mesh,
     eos_ids: Sequence[int] = (),
@@ -53,43 +58,75 @@ def jit_update(
   """The jitted train step; it donates its state, which stays where it lies.
 
   Args:
-    model: the policy.
-    tx: of `optimizers.make_optimizer`.
-    config: a config like `configs/quickstart.py`.
-    state: arrays or `jax.ShapeDtypeStruct`.
-    mesh: of `sharding.make_mesh`; call the step inside `jax.set_mesh(mesh)`.
-    eos_ids: tokens that end a response.
+    model: The policy.
+    tx: The optimizer of `settings`.
+    settings: What the update reads of a config.
+    state: Arrays, or `jax.ShapeDtypeStruct`.
+    mesh: A mesh of `sharding.make_mesh`; call the step inside
+      `jax.set_mesh(mesh)`.
+    eos_ids: Tokens that end a response.
   """
   where = sharding.shardings(state, state.params, mesh)
   return jax.jit(
-      train_step.make_train_step(model, tx, config, eos_ids),
+      train_step.make_train_step(model, tx, settings, eos_ids),
       donate_argnums=0,
       out_shardings=(where, sharding.replicated(mesh)),
   )
 
 
-def abstract_arguments(
-    architecture: DecoderConfig, config: ml_collections.ConfigDict, mesh: Mesh
-) -> tuple[train_step.TrainState, train_step.Batch]:
-  """Shapes, dtypes and shardings of the arguments of the train step."""
-  model = Decoder(load.configure(architecture, config))
-  tx = optimizers.make_optimizer(config)
+@functools.lru_cache(maxsize=64)
+def programs(
+    model: Decoder,
+    mesh: Mesh,
+    settings: train_step.UpdateSettings,
+    eos_ids: tuple[int, ...],
+) -> tuple[Any, Any]:
+  """The jitted `prepare` and update of a run, made once for equal arguments.
+
+  The update donates its state: new parameters replace the old ones in place.
+
+  Args:
+    model: The policy.
+    mesh: A mesh of `sharding.make_mesh`.
+    settings: What the update reads of a config, as `program_key` gives it.
+    eos_ids: Tokens that end a response.
+
+  Returns:
+    `prepare` of `train_step.make_prepare` and the step of `jit_update`.
+  """
+  tx = settings.make_optimizer()
+  state = abstract_state(model, settings, mesh)
+  step = jit_update(model, tx, settings, state, mesh, eos_ids)
+  return jax.jit(train_step.make_prepare(model, settings, eos_ids)), step
+
+
+def abstract_state(
+    model: Decoder, settings: train_step.UpdateSettings, mesh: Mesh
+) -> train_step.TrainState:
+  """Shapes, dtypes and shardings of the state of a run."""
+  tx = settings.make_optimizer()
 
   def make():
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = model.init(jax.random.key(0), tokens)["params"]
-    params = optimizers.init_params(config, params)
+    params = optimizers.init_params(settings.optimizer, params)
     return train_step.init_state(params, tx)
 
   state = jax.eval_shape(make)
-  batch = batches.abstract_batch(config)
-  place = lambda x, where: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=where
-  )
-  return (
-      jax.tree.map(place, state, sharding.shardings(state, state.params, mesh)),
-      jax.tree.map(place, batch, batches.shardings(batch, mesh)),
-  )
+  where = sharding.shardings(state, state.params, mesh)
+  return jax.tree.map(_placed, state, where)
+
+
+def abstract_batch(
+    settings: batches.BatchSettings, mesh: Mesh
+) -> train_step.Batch:
+  """Shapes, dtypes and shardings of the largest batch."""
+  batch = batches.abstract_batch(settings)
+  return jax.tree.map(_placed, batch, batches.shardings(batch, mesh))
+
+
+def _placed(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
 def lower_update(
@@ -98,20 +135,21 @@ def lower_update(
   """The whole update, ready to compile for the mesh's devices.
 
   Args:
-    architecture: shapes of the model; dtypes and recomputation are the
+    architecture: Shapes of the model; dtypes and recomputation are the
       config's.
-    config: a config like `configs/quickstart.py`.
-    mesh: of `sharding.make_mesh`, of real or described devices.
+    config: A config like `configs/quickstart.py`.
+    mesh: A mesh of `sharding.make_mesh`, of real or described devices.
 
   Raises:
-    ValueError: the mesh cannot split the model or the batch.
+    ValueError: If the mesh cannot split the model or the batch.
   """
   sharding.check_model(architecture, mesh)
   sharding.check_batch("config.loss.micro_rows", config.loss.micro_rows, mesh)
+  settings = train_step.UpdateSettings.of_config(config)
   model = Decoder(load.configure(architecture, config))
-  tx = optimizers.make_optimizer(config)
-  state, batch = abstract_arguments(architecture, config, mesh)
-  step = jit_update(model, tx, config, state, mesh)
+  state = abstract_state(model, settings, mesh)
+  batch = abstract_batch(batches.BatchSettings.of_config(config), mesh)
+  step = jit_update(model, settings.make_optimizer(), settings, state, mesh)
   # The devices may only be described: nothing can run on them.
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     traced = step.trace(state, batch)

@@ -5,14 +5,14 @@ probability than the trainer does with the same weights. Samples of π_sampler
 estimate what π_trainer would do once each weighs π_trainer / π_sampler; these
 weights are truncated, for their variance has no bound.
 
-Axis letters: G rows, K token slots, packed as in `losses.Tokens`.
+Axis letters: G rows, K token slots, packed as in `objectives.Tokens`.
 """
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from experiments.learning import losses
+from experiments.learning.objectives import MAX_LOG_RATIO, response_sums
 
 KINDS = ("none", "token", "sequence")
 
@@ -62,7 +62,7 @@ def weights(
     trainer_log_probs: `[G, K]` float, under the trainer's weights of the same
       time.
     mask: `[G, K]` bool, True at generated tokens. Nothing elsewhere counts.
-    response: `[G, K]` int32, as in `losses.Tokens`.
+    response: `[G, K]` int32, as in `objectives.Tokens`.
     kind: of `KINDS`.
     cap: at least 1; infinity for no truncation. 2 is usual.
 
@@ -129,7 +129,7 @@ def _log_ratio(sampler_log_probs, trainer_log_probs, mask):
       jnp.where(mask, x, 0.0).astype(jnp.float32)
       for x in (sampler_log_probs, trainer_log_probs)
   )
-  limit = losses.MAX_LOG_RATIO
+  limit = MAX_LOG_RATIO
   return lax.stop_gradient(jnp.clip(trainer - sampler, -limit, limit))
 
 
@@ -140,6 +140,6 @@ def _ratio(sampler_log_probs, trainer_log_probs, mask, response, kind):
     return jnp.ones_like(log_ratio)
   if kind == "sequence":
     response = jnp.where(mask, response, -1)
-    total = losses.response_sums(log_ratio, response)
-    log_ratio = jnp.clip(total, -losses.MAX_LOG_RATIO, losses.MAX_LOG_RATIO)
+    total = response_sums(log_ratio, response)
+    log_ratio = jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
   return jnp.exp(log_ratio)

@@ -13,47 +13,18 @@ A advantage, |o| tokens of a response, ρ = π / π_old of a token.
 """
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import difflib
 from typing import NamedTuple
 
-from flax import struct
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.learning import advantages
-
-# Ratios beyond e^±20 mean that the two policies disagree altogether; the clamp
-# keeps the loss and its metrics finite there.
-MAX_LOG_RATIO = 20.0
-
-Objective = tuple[jax.Array, jax.Array]
-
-
-@struct.dataclass
-class Tokens:
-  """Generated tokens, packed; all arrays are `[G, K]`.
-
-  Tokens of one response lie in one row, side by side. What stands outside the
-  mask may be anything, a NaN too.
-
-  Attributes:
-    mask: bool, True at generated tokens.
-    response: int32; equal numbers within a row mean the same response.
-    old_log_probs: float32, of the policy that ratios are measured from.
-    advantages: float32.
-    weights: float32, share of a token in the loss: of `Loss.weights`, times an
-      importance correction if there is one.
-    reference_log_probs: float32, of the reference policy, or None.
-  """
-
-  mask: jax.Array
-  response: jax.Array
-  old_log_probs: jax.Array
-  advantages: jax.Array
-  weights: jax.Array
-  reference_log_probs: jax.Array | None = None
+from experiments.learning import advantages, objectives
+from experiments.learning import reference_kl as reference_kl_lib
+from experiments.learning.objectives import Objective, Tokens
 
 
 class Loss(NamedTuple):
@@ -75,94 +46,6 @@ class Loss(NamedTuple):
   objective: Callable[[jax.Array, Tokens, float, float], Objective]
 
 
-# Objectives.
-
-
-@jax.custom_vjp
-def response_sums(x: jax.Array, response: jax.Array) -> jax.Array:
-  """Sums over the tokens of the same response, at each of its tokens.
-
-  Args:
-    x: `[G, K]` float.
-    response: `[G, K]` int32; tokens of a response lie side by side.
-
-  Returns:
-    `[G, K]`, differentiable by x in reverse mode.
-  """
-  # In log K steps of doubled reach. A scatter would not be deterministic on
-  # GPUs, and a cumulative sum carry the rounding of a row's other responses.
-  slot = jnp.arange(x.shape[1])
-
-  def step(i, sums):
-    before, after = sums
-    reach = jnp.left_shift(1, i)
-
-    def add(sums, other, inside):
-      other = jnp.clip(other, 0, x.shape[1] - 1)
-      same = inside & (response[:, other] == response)
-      return sums + jnp.where(same, sums[:, other], 0.0)
-
-    before = add(before, slot - reach, slot >= reach)
-    return before, add(after, slot + reach, slot + reach < x.shape[1])
-
-  steps = max(x.shape[1] - 1, 0).bit_length()
-  before, after = lax.fori_loop(0, steps, step, (x, x))
-  return before + after - x
-
-
-# The matrix of the sum is symmetric.
-response_sums.defvjp(
-    lambda x, response: (response_sums(x, response), response),
-    lambda response, sums_bar: (response_sums(sums_bar, response), None),
-)
-
-
-def _clip(log_ratio, advantages, clip_low, clip_high):
-  """`min(ρ A, clip(ρ) A)`, and where the second is the smaller one."""
-  ratio = jnp.exp(log_ratio)
-  free = ratio * advantages
-  bounded = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages
-  return jnp.minimum(free, bounded), bounded < free
-
-
-def _clip_tokens(log_ratio, tokens, clip_low, clip_high):
-  """PPO's objective (arXiv:1707.06347, eq. 7) of each token."""
-  return _clip(log_ratio, tokens.advantages, clip_low, clip_high)
-
-
-def _clip_responses(log_ratio, tokens, clip_low, clip_high):
-  """The same of the geometric mean of a response's ratios."""
-  total, length = _totals(log_ratio, tokens)
-  return _clip(total / length, tokens.advantages, clip_low, clip_high)
-
-
-def _share_responses(log_ratio, tokens, clip_low, clip_high):
-  """The same of the product of a response's ratios; a token has 1/|o| of it."""
-  total, length = _totals(log_ratio, tokens)
-  total = jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-  objective, clipped = _clip(total, tokens.advantages, clip_low, clip_high)
-  return objective / length, clipped
-
-
-def _totals(log_ratio, tokens):
-  """Log-ratio and number of tokens of each token's response."""
-  ones = tokens.mask.astype(jnp.float32)
-  length = jnp.maximum(response_sums(ones, tokens.response), 1.0)
-  return response_sums(log_ratio, tokens.response), length
-
-
-def _weigh_log_probs(log_ratio, tokens, clip_low, clip_high):
-  """`stop_gradient(clip(ρ)) A log π`."""
-  ratio = jnp.exp(log_ratio)
-  weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
-  log_probs = log_ratio + tokens.old_log_probs
-  objective = lax.stop_gradient(weight) * tokens.advantages * log_probs
-  return objective, weight != ratio
-
-
-# The losses.
-
-
 def grpo() -> Loss:
   """Group-relative policy optimisation.
 
@@ -173,7 +56,9 @@ def grpo() -> Loss:
   in the standard deviation: TRL's is of the sample, ours of the population.
   """
   return Loss(
-      advantages.group_advantages, advantages.mean_of_responses, _clip_tokens
+      advantages.group_advantages,
+      advantages.mean_of_responses,
+      objectives.clip_tokens,
   )
 
 
@@ -186,7 +71,9 @@ def dr_grpo() -> Loss:
   and TRL divide by the constant budget, as here.
   """
   return Loss(
-      advantages.group_differences, advantages.mean_of_budgets, _clip_tokens
+      advantages.group_differences,
+      advantages.mean_of_budgets,
+      objectives.clip_tokens,
   )
 
 
@@ -200,7 +87,9 @@ def dapo() -> Loss:
   the paper are settings of their own.
   """
   return Loss(
-      advantages.group_advantages, advantages.mean_of_tokens, _clip_tokens
+      advantages.group_advantages,
+      advantages.mean_of_tokens,
+      objectives.clip_tokens,
   )
 
 
@@ -215,7 +104,9 @@ def gspo() -> Loss:
   smaller than GRPO's: in the paper `clip_low=3e-4` and `clip_high=4e-4`.
   """
   return Loss(
-      advantages.group_advantages, advantages.mean_of_responses, _clip_responses
+      advantages.group_advantages,
+      advantages.mean_of_responses,
+      objectives.clip_responses,
   )
 
 
@@ -229,7 +120,9 @@ def cispo() -> Loss:
   bound itself, ours is the distance from 1.
   """
   return Loss(
-      advantages.group_advantages, advantages.mean_of_tokens, _weigh_log_probs
+      advantages.group_advantages,
+      advantages.mean_of_tokens,
+      objectives.weigh_log_probs,
   )
 
 
@@ -245,7 +138,9 @@ def rloo() -> Loss:
   of ratios: a response beyond it has no gradient.
   """
   return Loss(
-      advantages.leave_one_out, advantages.mean_of_sums, _share_responses
+      advantages.leave_one_out,
+      advantages.mean_of_sums,
+      objectives.share_responses,
   )
 
 
@@ -261,7 +156,9 @@ def reinforce_pp() -> Loss:
   is a term of the loss here, not of the reward.
   """
   return Loss(
-      advantages.batch_advantages, advantages.mean_of_tokens, _clip_tokens
+      advantages.batch_advantages,
+      advantages.mean_of_tokens,
+      objectives.clip_tokens,
   )
 
 
@@ -271,138 +168,84 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-# Estimates of KL(π ‖ reference) from one token, by d = log π - log π_ref.
+@dataclasses.dataclass(frozen=True)
+class LossSettings:
+  """Which loss, and its numbers: part of `config.loss`.
 
-
-def _k1(d):
-  """d, with the gradient that k1 has as a part of the reward."""
-  fixed = lax.stop_gradient(d)
-  return fixed + fixed * (d - fixed)
-
-
-def _k2(d):
-  """d² / 2."""
-  return 0.5 * jnp.square(d)
-
-
-def _k3(d):
-  """exp(-d) - 1 + d, never negative."""
-  return jnp.expm1(-d) + d
-
-
-ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "k1": _k1,
-    "k2": _k2,
-    "k3": _k3,
-}
-
-
-def reference_kl_estimate(d: jax.Array, estimator: str) -> jax.Array:
-  """An estimate of KL(π ‖ π_ref) from tokens of π.
-
-  Values are those of J. Schulman, "Approximating KL Divergence" (2020); what a
-  penalty does is decided by gradients. With tokens of π, states taken as given:
-
-  | name | value | gradient, times ∇log π | descends |
-  |---|---|---|---|
-  | k1 | d, unbiased, may be negative | d | KL(π ‖ π_ref), unbiased |
-  | k2 | d²/2, biased, ≥ 0 | d | KL(π ‖ π_ref), unbiased |
-  | k3 | e^-d - 1 + d, unbiased, ≥ 0 | 1 - e^-d | KL(π_ref ‖ π) |
-
-  The derivative of d itself is ∇log π, of mean 0: as a plain term of the loss
-  k1 would be noise and no penalty. It has the gradient here that it has as a
-  part of the reward. k3's gradient is that of k2 to first order in d, and
-  GRPO's. Tokens of an older policy make all three biased by its ratio.
-
-  Args:
-    d: float32, log π - log π_ref at the tokens; clamped to ±20.
-    estimator: k1, k2 or k3.
-
-  Returns:
-    Nats per token, of d's shape.
+  Attributes:
+    name: A name in `LOSSES`.
+    clip_low: How far a ratio may fall below 1; in `[0, 1]`.
+    clip_high: How far a ratio may rise above 1; at least 0.
+    reference_kl: Coefficient of the KL to the reference policy; at least 0.
+    reference_estimator: See `reference_kl.estimate`.
 
   Raises:
-    ValueError: for another estimator.
+    ValueError: If the name is unknown or a number is out of range.
   """
-  _check_estimator(estimator)
-  return ESTIMATORS[estimator](jnp.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+  name: str
+  clip_low: float
+  clip_high: float
+  reference_kl: float = 0.0
+  reference_estimator: str = "k3"
+
+  def __post_init__(self) -> None:
+    find(self.name)
+    _check_scalars(self.clip_low, self.clip_high, self.reference_kl)
+    reference_kl_lib.check_estimator(self.reference_estimator)
 
 
-# Putting them together.
-
-
-def check(
-    name: str,
-    *,
-    group_size: int,
-    clip_low: float,
-    clip_high: float,
-    reference_kl: float = 0.0,
-    reference_estimator: str = "k3",
-) -> None:
-  """Raises ValueError for settings that no batch could be trained with."""
-  # Two groups, for some losses compare with the batch.
-  loss = _find(name)
-  loss.advantages(np.zeros(2 * max(group_size, 1)), group_size)
-  _check_scalars(clip_low, clip_high, reference_kl)
-  _check_estimator(reference_estimator)
+def check_group_size(name: str, group_size: int) -> None:
+  """Raises ValueError for groups that the loss has no advantages for."""
+  # Two groups, since some losses compare with the whole batch.
+  find(name).advantages(np.zeros(2 * max(group_size, 1)), group_size)
 
 
 def policy_loss(
-    name: str,
-    log_probs: jax.Array,
-    tokens: Tokens,
-    *,
-    clip_low: float,
-    clip_high: float,
-    reference_kl: float = 0.0,
-    reference_estimator: str = "k3",
+    settings: LossSettings, log_probs: jax.Array, tokens: Tokens
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """The loss of a batch, or of a micro-batch of it.
 
   Args:
-    name: of `LOSSES`.
-    log_probs: `[G, K]` float, of the policy that is trained.
-    tokens: the rest of what is known of these tokens.
-    clip_low: how far a ratio may fall below 1; in `[0, 1]`.
-    clip_high: how far it may rise above 1; at least 0.
-    reference_kl: coefficient of the KL to the reference policy; at least 0.
-    reference_estimator: see `reference_kl_estimate`.
+    settings: Which loss, and its numbers.
+    log_probs: `[G, K]` float, under the policy that is trained.
+    tokens: Everything else that is known of these tokens.
 
   Returns:
     The loss, a float32 scalar, and metrics of the generated tokens as float32
     scalars: `tokens` (their number), `ratio_mean`, `ratio_max`,
-    `clip_fraction` (tokens whose objective was clipped), `kl`, the estimate
-    ρ - 1 - log ρ of KL(π_old ‖ π) in nats per token, and with reference
-    log-probs `reference_kl`, nats per token. All are 0 without a token.
-    `merge_metrics` joins those of micro-batches.
+    `clip_fraction` (the share of tokens whose objective was clipped), `kl`, the
+    estimate ρ - 1 - log ρ of KL(π_old ‖ π) in nats per token, and, with
+    reference log-probs, `reference_kl` in nats per token. Without tokens all
+    are 0. `merge_metrics` joins those of micro-batches.
 
   Raises:
-    ValueError: for a name that is none, shapes or dtypes that disagree, a
-      number out of range, or a reference KL without reference log-probs.
+    ValueError: If shapes or dtypes disagree, or if there is a reference KL but
+      no reference log-probs.
   """
-  loss = _find(name)
-  _check_scalars(clip_low, clip_high, reference_kl)
-  _check_estimator(reference_estimator)
   _check_arrays(log_probs, tokens)
-  if reference_kl and tokens.reference_log_probs is None:
+  if settings.reference_kl and tokens.reference_log_probs is None:
     raise ValueError(
-        f"reference_kl={reference_kl} needs tokens.reference_log_probs, got"
-        " None: compute them under the reference policy, or set it to 0"
+        f"reference_kl={settings.reference_kl} needs"
+        " tokens.reference_log_probs, got None: compute them under the"
+        " reference policy, or set it to 0"
     )
   # Masked before exp: the gradient of a `where` around it would keep a NaN.
   log_probs = jnp.where(tokens.mask, log_probs, 0.0).astype(jnp.float32)
   tokens = _masked(tokens)
-  log_ratio = jnp.clip(
-      log_probs - tokens.old_log_probs, -MAX_LOG_RATIO, MAX_LOG_RATIO
+  limit = objectives.MAX_LOG_RATIO
+  log_ratio = jnp.clip(log_probs - tokens.old_log_probs, -limit, limit)
+  objective, clipped = find(settings.name).objective(
+      log_ratio, tokens, settings.clip_low, settings.clip_high
   )
-  objective, clipped = loss.objective(log_ratio, tokens, clip_low, clip_high)
   value = -jnp.sum(tokens.weights * objective)
   metrics = _metrics(log_ratio, clipped, tokens.mask)
   if tokens.reference_log_probs is not None:
-    d = log_probs - tokens.reference_log_probs
-    estimate = reference_kl_estimate(d, reference_estimator)
-    value += reference_kl * jnp.sum(tokens.weights * estimate)
+    difference = log_probs - tokens.reference_log_probs
+    estimate = reference_kl_lib.estimate(
+        difference, settings.reference_estimator
+    )
+    value += settings.reference_kl * jnp.sum(tokens.weights * estimate)
     metrics["reference_kl"] = _token_mean(estimate, tokens.mask)
   return value, lax.stop_gradient(metrics)
 
@@ -465,8 +308,8 @@ def _masked(tokens):
   )
 
 
-def _find(name):
-  """The loss of that name."""
+def find(name: str) -> Loss:
+  """The loss of a name; raises ValueError for an unknown one."""
   if name not in LOSSES:
     near = difflib.get_close_matches(str(name), LOSSES, n=1)
     hint = f", did you mean {near[0]!r}?" if near else ""
@@ -486,15 +329,6 @@ def _check_scalars(clip_low, clip_high, reference_kl):
   if not 0 <= reference_kl < float("inf"):
     raise ValueError(
         f"reference_kl must be finite and at least 0, got {reference_kl}"
-    )
-
-
-def _check_estimator(name):
-  """Refuses an estimator that there is not."""
-  if name not in ESTIMATORS:
-    raise ValueError(
-        f"reference_estimator must be one of {', '.join(ESTIMATORS)}, got"
-        f" {name!r}"
     )
 
 

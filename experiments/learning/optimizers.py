@@ -7,87 +7,157 @@ by Adam.
 """
 
 from collections.abc import Callable
+import dataclasses
 import functools
 import re
 from typing import Any
 
 import jax
-import ml_collections
 import optax
 
 from experiments.models import lora
 from experiments.parallel import sharding
 import logra_jax
 
-PyTree = Any
-Make = Callable[[ml_collections.ConfigDict], optax.GradientTransformation]
+Make = Callable[["OptimizerSettings"], optax.GradientTransformation]
 
 _FROZEN = "frozen"
 
 
-def make_optimizer(
-    config: ml_collections.ConfigDict,
-) -> optax.GradientTransformationExtraArgs:
-  """Builds the optimizer of `config.optimizer` and `config.kl`.
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings:
+  """What turns gradients into a step: the section `config.optimizer`.
 
-  Args:
-    config: a config like `configs/quickstart.py`.
-
-  Returns:
-    A transformation for parameters of `init_params`. With `config.kl.enabled`
-    its update takes `probe=` (see `logra_jax.kl_probe`).
+  The fields are explained in docs/config.md.
 
   Raises:
-    ValueError: an unknown name, or a value that no run could use.
+    ValueError: If no run could use a value; names it and what is allowed.
   """
-  c = config.optimizer
-  _check(c)
+
+  name: str
+  others: str
+  learning_rate: float
+  update_ratio: float
+  momentum: float
+  beta2: float
+  eps: float
+  weight_decay: float
+  rank: int
+  seed: int
+  lora_alpha: float
+  galore_gap: int
+  distribution: str
+  refresh: bool
+  preconditioner: str
+
+  def __post_init__(self) -> None:
+    _check_values(self)
+    _check_combinations(self)
+
+  def without_state(self) -> "OptimizerSettings":
+    """The settings less what the optimizer's state carries.
+
+    The seed and the learning rate are arrays in the state. Runs that differ in
+    nothing else share a compiled program.
+    """
+    rate = float(self.learning_rate > 0)
+    return dataclasses.replace(self, seed=0, learning_rate=rate)
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetSettings:
+  """How far an update may move the policy: part of `config.kl`.
+
+  Attributes:
+    budget: KL of the first update, in nats per generated token.
+    final_budget: KL of the update `anneal_updates` and of those after it.
+    anneal_updates: Length of the cosine between the two.
+    alpha_max: Largest factor that a step is scaled by.
+  """
+
+  budget: float
+  final_budget: float
+  anneal_updates: int
+  alpha_max: float
+
+  def schedule(self) -> float | optax.Schedule:
+    """A constant, or a cosine from `budget` to `final_budget`."""
+    if self.budget == self.final_budget:
+      return self.budget
+    return logra_jax.cosine_budget(
+        self.budget, self.final_budget, self.anneal_updates
+    )
+
+
+def make_optimizer(
+    optimizer: OptimizerSettings, budget: BudgetSettings | None
+) -> optax.GradientTransformationExtraArgs:
+  """Builds an optimizer.
+
+  Args:
+    optimizer: Which one, and its settings.
+    budget: The KL budget of an update; None for steps of the learning rate.
+
+  Returns:
+    A transformation for parameters of `init_params`. With a budget its update
+    takes `probe=` (see `logra_jax.kl_probe`).
+
+  Raises:
+    ValueError: If the library refuses a value.
+  """
   # The rate is kept in the state: runs that differ in it share a program.
   rate = optax.inject_hyperparams(optax.scale_by_learning_rate)
   # With an update ratio the direction already has its size.
-  links = [OPTIMIZERS[c.name](c), rate(learning_rate=c.learning_rate or 1.0)]
-  budget = functools.partial(
-      logra_jax.kl_budget, _budget(config.kl), alpha_max=config.kl.alpha_max
-  )
-  if not config.kl.enabled:
+  links = [
+      OPTIMIZERS[optimizer.name](optimizer),
+      rate(learning_rate=optimizer.learning_rate or 1.0),
+  ]
+  if budget is None:
     return optax.chain(*links)
-  if c.name == "logra":
-    return optax.chain(*links, budget())
-  # Moments are as they were after a step that is skipped; `sketch` sees to its
-  # own.
-  return budget(optax.chain(*links))
+  within = functools.partial(
+      logra_jax.kl_budget, budget.schedule(), alpha_max=budget.alpha_max
+  )
+  if optimizer.name == "logra":
+    return optax.chain(*links, within())
+  # The budget wraps the others, to restore their moments after a skipped step;
+  # `sketch` restores its own.
+  return within(optax.chain(*links))
 
 
-def skips_by_itself(config: ml_collections.ConfigDict) -> bool:
-  """Whether a step that is not finite leaves parameters and state as they are.
+def skips_by_itself(
+    optimizer: OptimizerSettings, budget: BudgetSettings | None
+) -> bool:
+  """Whether a non-finite step leaves parameters and state unchanged.
 
-  `logra_jax.sketch` and `kl_budget` see to that; other optimizers do not.
+  `logra_jax.sketch` and `logra_jax.kl_budget` see to that; other optimizers do
+  not.
   """
-  return config.kl.enabled or config.optimizer.name == "logra"
+  return budget is not None or optimizer.name == "logra"
 
 
-def init_params(config: ml_collections.ConfigDict, params: PyTree) -> PyTree:
-  """What the optimizer of `config` trains: `params`, for LoRA with adapters.
+def init_params(
+    optimizer: OptimizerSettings, params: optax.Params
+) -> optax.Params:
+  """What the optimizer trains: `params`, with adapters in the case of LoRA.
 
   Args:
-    config: a config like `configs/quickstart.py`.
-    params: the model's parameters; also within `jax.eval_shape`.
+    optimizer: Which optimizer.
+    params: The model's parameters; abstract ones inside `jax.eval_shape`.
 
   Returns:
     A tree that stands for `params` in the model. `lora.merge` gives plain
     arrays back.
 
   Raises:
-    ValueError: there is nothing in `params` for LoRA to adapt.
+    ValueError: If there is nothing in `params` for LoRA to adapt.
   """
-  c = config.optimizer
-  if c.name != "lora":
+  if optimizer.name != "lora":
     return params
-  return lora.wrap(params, c.rank, c.lora_alpha, c.seed)
+  return lora.wrap(params, optimizer.rank, optimizer.lora_alpha, optimizer.seed)
 
 
-def _check(c: ml_collections.ConfigDict) -> None:
-  """Raises ValueError for a value that is wrong for any optimizer."""
+def _check_values(c: OptimizerSettings) -> None:
+  """Raises ValueError for a value that no optimizer can use."""
   inf = float("inf")
   checks = {
       "name": (c.name in OPTIMIZERS, f"one of {sorted(OPTIMIZERS)}"),
@@ -108,34 +178,31 @@ def _check(c: ml_collections.ConfigDict) -> None:
   }
   for name, (fine, wanted) in checks.items():
     if not fine:
-      raise ValueError(f"config.optimizer.{name}={c[name]!r} must be {wanted}")
+      raise ValueError(f"{name}={getattr(c, name)!r} must be {wanted}")
+
+
+def _check_combinations(c: OptimizerSettings) -> None:
+  """Raises ValueError for values that exclude each other."""
   if (c.learning_rate > 0) == (c.update_ratio > 0):
     raise ValueError(
-        f"config.optimizer.learning_rate={c.learning_rate} and"
-        f" .update_ratio={c.update_ratio}: one must be positive, the other 0"
+        f"learning_rate={c.learning_rate} and update_ratio={c.update_ratio}:"
+        " set one of them above 0, and the other to 0"
     )
   if c.name == "logra" and c.preconditioner == "adam" and c.refresh:
     raise ValueError(
-        "config.optimizer.preconditioner='adam' keeps a moment for each"
-        " coordinate of a sketch, which refresh=True makes stale; set"
-        " refresh=False, or preconditioner='row_adam'"
+        "preconditioner='adam' keeps a moment for each coordinate of a sketch,"
+        " which refresh=True makes stale; set refresh=False, or"
+        " preconditioner='row_adam'"
     )
   if c.update_ratio and (c.name != "logra" or c.others != _FROZEN):
     raise ValueError(
-        f"config.optimizer.update_ratio={c.update_ratio} sizes the steps of"
-        f" logra's targets alone, not those of name={c.name!r} with"
-        f" others={c.others!r}; give a learning_rate in its place"
+        f"update_ratio={c.update_ratio} sizes the steps of logra's targets"
+        f" alone, not those of name={c.name!r} with others={c.others!r}; give a"
+        " learning_rate instead"
     )
 
 
-def _budget(c: ml_collections.ConfigDict) -> float | optax.Schedule:
-  """A constant, or a cosine from `budget` to `final_budget`."""
-  if c.budget == c.final_budget:
-    return c.budget
-  return logra_jax.cosine_budget(c.budget, c.final_budget, c.anneal_updates)
-
-
-def _logra(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+def _logra(c: OptimizerSettings) -> optax.GradientTransformation:
   """Sketches, with momentum (fixed basis only) before a preconditioner."""
   inner = PRECONDITIONERS[c.preconditioner](c)
   # What `sketch` is given descends, at learning rate 1: it is negated again
@@ -158,40 +225,40 @@ def _logra(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
 
 
 def _row_adam(
-    c: ml_collections.ConfigDict, norm_preserving: bool
+    c: OptimizerSettings, norm_preserving: bool
 ) -> optax.GradientTransformation:
   """Momentum, then a second moment for each output unit."""
   row_adam = logra_jax.scale_by_row_adam(c.beta2, c.eps, norm_preserving)
   return optax.chain(_momentum(c), row_adam)
 
 
-def _momentum(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+def _momentum(c: OptimizerSettings) -> optax.GradientTransformation:
   """A running sum of gradients; nothing is kept where momentum is 0."""
   return optax.trace(c.momentum) if c.momentum else optax.identity()
 
 
-def _adam(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+def _adam(c: OptimizerSettings) -> optax.GradientTransformation:
   """Adam's direction, with the momentum as its first moment."""
   return optax.scale_by_adam(b1=c.momentum, b2=c.beta2, eps=c.eps)
 
 
-def _dense_sgd(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+def _dense_sgd(c: OptimizerSettings) -> optax.GradientTransformation:
   """Momentum on the dense gradients of the same kernels."""
   decay = optax.add_decayed_weights(c.weight_decay)
   return _on_targets(c, optax.chain(_momentum(c), decay))
 
 
-def _dense_adam(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+def _dense_adam(c: OptimizerSettings) -> optax.GradientTransformation:
   """`optax.adamw` on the dense gradients of the same kernels."""
   return _on_targets(c, _adamw(c))
 
 
-def _lora(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+def _lora(c: OptimizerSettings) -> optax.GradientTransformation:
   """`optax.adamw` on the adapters of the same kernels."""
   return _on_targets(c, _adamw(c), f"{logra_jax.DEFAULT_TARGETS}/[ab]")
 
 
-def _galore(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+def _galore(c: OptimizerSettings) -> optax.GradientTransformation:
   """`optax.contrib.galore` on the same kernels, each layer by itself."""
   scale_by_galore = optax.contrib.scale_by_galore(
       rank=c.rank,
@@ -206,7 +273,7 @@ def _galore(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
   )
 
 
-def _muon(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+def _muon(c: OptimizerSettings) -> optax.GradientTransformation:
   """`optax.contrib.muon` on the same kernels, each layer by itself."""
   # Axes that are neither input nor output stack matrices.
   axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
@@ -222,7 +289,7 @@ def _muon(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
   return _on_targets(c, optax.chain(muon, optax.scale(-1.0)))
 
 
-def _adamw(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
+def _adamw(c: OptimizerSettings) -> optax.GradientTransformation:
   """The direction of AdamW, before the learning rate."""
   return optax.chain(
       _adam(c),
@@ -231,7 +298,7 @@ def _adamw(c: ml_collections.ConfigDict) -> optax.GradientTransformation:
 
 
 def _adam_of_others(
-    c: ml_collections.ConfigDict,
+    c: OptimizerSettings,
 ) -> optax.GradientTransformation:
   """The direction of what is no target, the same for all optimizers."""
   return optax.scale_by_adam(b1=0.9, b2=c.beta2, eps=c.eps)
@@ -280,7 +347,7 @@ def _share_scalars(state: Any) -> Any:
 
 
 def _on_targets(
-    c: ml_collections.ConfigDict,
+    c: OptimizerSettings,
     tx: optax.GradientTransformation,
     targets: str = logra_jax.DEFAULT_TARGETS,
 ) -> optax.GradientTransformation:

@@ -7,6 +7,7 @@ params    = merge(params, update)
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 from typing import Any
 
 from flax import struct
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import ml_collections
 import optax
 
+from experiments import _settings
 from experiments.learning import (
     correction,
     likelihood,
@@ -22,8 +24,10 @@ from experiments.learning import (
     optimizers,
     packing,
 )
+from experiments.learning.objectives import Tokens
 from experiments.parallel import sharding
 from experiments.rollouts import sampling
+from experiments.rollouts.sampling import Sampling
 import logra_jax
 
 PyTree = Any
@@ -61,10 +65,75 @@ class Batch:
   """
 
   rows: packing.Rows
-  tokens: losses.Tokens
+  tokens: Tokens
   probe: packing.Rows
   count: jax.Array | None
   mismatch: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateSettings:
+  """All that an update reads of a config, and the key of its compiled program.
+
+  Attributes:
+    sampling: How the responses were sampled.
+    loss: Which policy loss.
+    correction: The kind of importance correction, see `correction.weights`.
+    correction_cap: The largest importance weight.
+    chunk: Number of tokens whose logits are in memory at once.
+    optimizer: What turns gradients into a step.
+    budget: How far the step may move the policy; None for no limit.
+    measure: Whether to measure the KL of the step after the merge.
+    mismatch: Whether to subtract the gap between sampler and trainer from the
+      budget.
+  """
+
+  sampling: Sampling
+  loss: losses.LossSettings
+  correction: str
+  correction_cap: float
+  chunk: int
+  optimizer: optimizers.OptimizerSettings
+  budget: optimizers.BudgetSettings | None
+  measure: bool
+  mismatch: bool
+
+  def __post_init__(self) -> None:
+    correction.check(self.correction, self.correction_cap)
+    _settings.check_least(self, chunk=1)
+
+  @classmethod
+  def of_config(cls, config: ml_collections.ConfigDict) -> "UpdateSettings":
+    """Reads a config like `configs/quickstart.py`.
+
+    Raises:
+      ValueError: If a value is out of range; names the field.
+    """
+    kl, loss = config.kl, config.loss
+    budget = None
+    if kl.enabled:
+      budget = _settings.read(optimizers.BudgetSettings, kl, "config.kl.")
+    return _settings.read(
+        cls,
+        loss,
+        "config.loss.",
+        sampling=sampling.of_config(config.rollout),
+        loss=_settings.read(losses.LossSettings, loss, "config.loss: "),
+        optimizer=_settings.read(
+            optimizers.OptimizerSettings, config.optimizer, "config.optimizer."
+        ),
+        budget=budget,
+        measure=kl.measure,
+        mismatch=kl.mismatch,
+    )
+
+  def program_key(self) -> "UpdateSettings":
+    """The settings less those that are arrays in the optimizer's state."""
+    return dataclasses.replace(self, optimizer=self.optimizer.without_state())
+
+  def make_optimizer(self) -> optax.GradientTransformationExtraArgs:
+    """The optimizer within its budget, see `optimizers.make_optimizer`."""
+    return optimizers.make_optimizer(self.optimizer, self.budget)
 
 
 def init_state(params: PyTree, tx: optax.GradientTransformation) -> TrainState:
@@ -76,15 +145,15 @@ def init_state(params: PyTree, tx: optax.GradientTransformation) -> TrainState:
 def make_train_step(
     model: Any,
     tx: optax.GradientTransformationExtraArgs,
-    config: ml_collections.ConfigDict,
+    settings: UpdateSettings,
     eos_ids: Sequence[int] = (),
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
   """Builds the update; jit it, and donate the state.
 
   Args:
     model: a `Decoder`.
-    tx: of `optimizers.make_optimizer`.
-    config: a config like `configs/quickstart.py`.
+    tx: The optimizer of `settings`.
+    settings: What the update reads of a config.
     eos_ids: tokens that end a response; `rollout.min_new_tokens` needs them.
 
   Returns:
@@ -92,27 +161,27 @@ def make_train_step(
     scalars, KL in nats per generated token.
   """
   tx = optax.with_extra_args_support(tx)
-  policy = _Policy(model, config, eos_ids)
+  policy = _Policy(model, settings, eos_ids)
 
   def train_step(state, batch):
     grads, metrics = _accumulate(policy, state, batch)
-    if not optimizers.skips_by_itself(config):
+    if not optimizers.skips_by_itself(settings.optimizer, settings.budget):
       return _unless_broken(tx, state, grads, metrics)
-    # Of a loss that is no number there is no gradient: the optimizer skips.
+    # A non-finite loss poisons the gradients, and the optimizer skips the step.
     finite = jnp.isfinite(metrics["train/loss"])
     grads = jax.tree.map(
         lambda g: jnp.where(finite, g, jnp.nan).astype(g.dtype), grads
     )
     probe = None
-    if config.kl.enabled:
+    if settings.budget is not None:
       probe = logra_jax.kl_probe(
           policy.features,
           state.params,
           state.opt_state,
           {"rows": batch.probe, "completion_mask": batch.probe.target_mask},
           head_fn=policy.head,
-          temperature=config.rollout.temperature,
-          chunk_size=config.loss.chunk,
+          temperature=settings.sampling.temperature,
+          chunk_size=settings.chunk,
       )
     updates, opt_state = tx.update(
         grads,
@@ -125,20 +194,22 @@ def make_train_step(
       metrics |= _kl_metrics(opt_state)
     skipped = lambda state: logra_jax.diagnostics(state)["skipped"]
     metrics["train/skipped"] = skipped(opt_state) - skipped(state.opt_state)
-    params, measured = _merge(state.params, updates, opt_state, probe, config)
+    params, measured = _merge(
+        state.params, updates, opt_state, probe, settings.measure
+    )
     return TrainState(params, opt_state, state.update + 1), metrics | measured
 
   return train_step
 
 
 def make_prepare(
-    model: Any, config: ml_collections.ConfigDict, eos_ids: Sequence[int] = ()
+    model: Any, settings: UpdateSettings, eos_ids: Sequence[int] = ()
 ) -> Callable[..., tuple[Batch, Metrics]]:
   """Builds what comes before the first step on a rollout; jit it.
 
   Args:
     model: a `Decoder`.
-    config: a config like `configs/quickstart.py`.
+    settings: What the update reads of a config.
     eos_ids: tokens that end a response.
 
   Returns:
@@ -149,8 +220,7 @@ def make_prepare(
     ratios from, weights corrected for the sampler's gap, the gap itself, and
     the reference's log-probs.
   """
-  policy = _Policy(model, config, eos_ids)
-  c = config.loss
+  policy = _Policy(model, settings, eos_ids)
 
   def log_probs(params, batch):
     def one(i, out):
@@ -167,17 +237,18 @@ def make_prepare(
     flat = lambda x: x.reshape(-1, x.shape[-1])
     seen = (tokens.old_log_probs, trainer, tokens.mask, tokens.response)
     seen = tuple(map(flat, seen))
-    how = {"kind": c.correction, "cap": c.correction_cap}
-    gap = correction.gap_metrics(*seen, flat(finished), **how)
-    weights = correction.weights(*seen, **how).reshape(tokens.weights.shape)
+    kind, cap = settings.correction, settings.correction_cap
+    gap = correction.gap_metrics(*seen, flat(finished), kind=kind, cap=cap)
+    weights = correction.weights(*seen, kind=kind, cap=cap)
+    weights = weights.reshape(tokens.weights.shape)
     tokens = tokens.replace(
         old_log_probs=trainer,
         weights=tokens.weights * weights,
         reference_log_probs=(
-            log_probs(reference, batch) if c.reference_kl else None
+            log_probs(reference, batch) if settings.loss.reference_kl else None
         ),
     )
-    mismatch = gap["gap"] if config.kl.mismatch else batch.mismatch
+    mismatch = gap["gap"] if settings.mismatch else batch.mismatch
     batch = batch.replace(tokens=tokens, mismatch=mismatch)
     names = {
         "gap": "train/off_policy_gap",
@@ -196,12 +267,11 @@ class _Policy:
   def __init__(
       self,
       model: Any,
-      config: ml_collections.ConfigDict,
+      settings: UpdateSettings,
       eos_ids: Sequence[int],
   ):
     self._model = model
-    self._config = config
-    self._sampling = sampling.of_config(config.rollout)
+    self._settings = settings
     self._eos_ids = tuple(eos_ids)
 
   def features(self, params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
@@ -222,28 +292,19 @@ class _Policy:
         packing.features(self._model, params, rows),
         rows.targets,
         rows.target_mask,
-        sampling=self._sampling,
+        sampling=self._settings.sampling,
         eos_ids=self._eos_ids,
         steps=rows.target_step,
-        chunk_size=self._config.loss.chunk,
+        chunk_size=self._settings.chunk,
     )
 
   def loss(
-      self, params: PyTree, micro_batch: tuple[packing.Rows, losses.Tokens]
+      self, params: PyTree, micro_batch: tuple[packing.Rows, Tokens]
   ) -> tuple[jax.Array, Metrics]:
     """The loss of a micro-batch, and metrics of its tokens."""
     rows, tokens = micro_batch
-    c = self._config.loss
     log_probs, entropy = self.statistics(params, rows)
-    loss, metrics = losses.policy_loss(
-        c.name,
-        log_probs,
-        tokens,
-        clip_low=c.clip_low,
-        clip_high=c.clip_high,
-        reference_kl=c.reference_kl,
-        reference_estimator=c.reference_estimator,
-    )
+    loss, metrics = losses.policy_loss(self._settings.loss, log_probs, tokens)
     # Entropies are 0 outside the mask.
     mean_entropy = jnp.sum(entropy) / jnp.maximum(metrics["tokens"], 1.0)
     return loss, metrics | {"entropy": mean_entropy}
@@ -265,9 +326,9 @@ def _unless_broken(tx, state, grads, metrics):
   return TrainState(params, opt_state, state.update + 1), metrics
 
 
-def _merge(params, updates, opt_state, probe, config):
+def _merge(params, updates, opt_state, probe, measure):
   """The new parameters, and the KL they turned out to cost if asked for."""
-  if probe is None or not config.kl.measure:
+  if probe is None or not measure:
     return logra_jax.apply_updates(params, updates, opt_state), {}
   # The barrier keeps the merge, which is in place, behind the last use of the
   # old weights; else there would be two copies of them.

@@ -114,10 +114,7 @@ def load(
     ImportError: if the `safetensors` package is not installed.
   """
   directory = pathlib.Path(directory)
-  raw = _Json(directory / "config.json", _SILENT)
-  config = _read_config(raw, jnp.dtype(param_dtype).name)
-  tokenizer = tokenizer_lib.from_directory(directory, _eos_ids(directory, raw))
-  tokenizer.check_fits(config.vocab_size, directory)
+  config, tokenizer = load_description(directory, param_dtype)
   tensors = _open(directory)
 
   def read(path, layer):
@@ -131,6 +128,30 @@ def load(
   params = stacking.stack(config, read)
   _check_rest(directory, config, params, tensors)
   return config, params, tokenizer
+
+
+def load_description(
+    directory: str | pathlib.Path, param_dtype: DTypeLike = "float32"
+) -> tuple[DecoderConfig, tokenizer_lib.Tokenizer]:
+  """Reads a Hugging Face directory but for its weights.
+
+  Args:
+    directory: Holds `config.json` and the tokenizer's files.
+    param_dtype: Dtype of the parameters.
+
+  Returns:
+    The decoder's configuration, and the tokenizer with its chat template.
+
+  Raises:
+    ValueError: If a file is missing or corrupt, or the architecture or one of
+      its options is unknown.
+  """
+  directory = pathlib.Path(directory)
+  raw = _Json(directory / "config.json", _SILENT)
+  config = _read_config(raw, jnp.dtype(param_dtype).name)
+  tokenizer = tokenizer_lib.from_directory(directory, _eos_ids(directory, raw))
+  tokenizer.check_fits(config.vocab_size, directory)
+  return config, tokenizer
 
 
 def read_config(
@@ -302,6 +323,34 @@ def _check_rest(directory, config, params, tensors):
     )
 
 
+def save_description(
+    directory: str | pathlib.Path,
+    config: DecoderConfig,
+    tokenizer: tokenizer_lib.Tokenizer,
+    dtype: DTypeLike,
+) -> None:
+  """Writes everything of a model but its weights.
+
+  Args:
+    directory: Created if it does not exist.
+    config: The decoder's configuration.
+    tokenizer: The model's tokenizer.
+    dtype: Dtype of the weights that belong to it.
+
+  Raises:
+    ValueError: If the family is unknown, or cannot have the configuration.
+    OSError: If the directory cannot be written.
+  """
+  fields = _config_fields(config, tokenizer, dtype)
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  _dump(directory / "config.json", fields)
+  eos_ids = list(tokenizer.eos_ids)
+  generation = {"eos_token_id": eos_ids, "pad_token_id": tokenizer.pad_id}
+  _dump(directory / "generation_config.json", generation)
+  tokenizer.save(directory)
+
+
 def save(
     directory: str | pathlib.Path,
     config: DecoderConfig,
@@ -329,17 +378,14 @@ def save(
       is unknown.
     OSError: if the directory cannot be written.
   """
-  fields = _write_config(config, params, tokenizer, dtype)
+  stored = dtype or params["embed"]["embedding"].dtype
+  _config_fields(config, tokenizer, stored)  # Refuses what it cannot write.
   shards, total = _plan(config, params, dtype, max_shard_bytes)
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   for old in (*directory.glob("model*.safetensors"), directory / _INDEX):
     old.unlink(missing_ok=True)
-  _dump(directory / "config.json", fields)
-  eos_ids = list(tokenizer.eos_ids)
-  generation = {"eos_token_id": eos_ids, "pad_token_id": tokenizer.pad_id}
-  _dump(directory / "generation_config.json", generation)
-  tokenizer.save(directory)
+  save_description(directory, config, tokenizer, stored)
   save_file = require("safetensors.numpy", "train").save_file
   weight_map = {}
   for number, shard in enumerate(shards, 1):
@@ -382,7 +428,7 @@ def _plan(config, params, dtype, max_shard_bytes):
   return shards, total
 
 
-def _write_config(config, params, tokenizer, dtype):
+def _config_fields(config, tokenizer, dtype):
   """The content of config.json, in the fields that all releases read."""
   architectures = {family: name for name, family in _FAMILIES.items()}
   if config.family not in architectures:
@@ -396,7 +442,6 @@ def _write_config(config, params, tokenizer, dtype):
         f"family {config.family!r} cannot be written with "
         f"qkv_bias={config.qkv_bias} and qk_norm={config.qk_norm}"
     )
-  stored = jnp.dtype(dtype or params["embed"]["embedding"].dtype)
   fields = {
       "architectures": [architectures[config.family]],
       "attention_bias": False,
@@ -415,7 +460,7 @@ def _write_config(config, params, tokenizer, dtype):
       "rope_scaling": None,
       "rope_theta": config.rope_theta,
       "tie_word_embeddings": config.tied_head,
-      "torch_dtype": stored.name,
+      "torch_dtype": jnp.dtype(dtype).name,
       "use_sliding_window": False,
       "vocab_size": config.vocab_size,
   }

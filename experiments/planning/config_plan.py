@@ -26,6 +26,7 @@ import ml_collections
 from ml_collections import config_flags
 
 from experiments.learning import compiled_step
+from experiments.learning.train_step import UpdateSettings
 from experiments.models import architectures, kv_cache, load
 from experiments.models.decoder import Decoder, DecoderConfig
 from experiments.parallel import sharding
@@ -113,7 +114,11 @@ def _lower_decode(
 ) -> jax.stages.Lowered:
   """A block of decoding from empty slots, ready to compile."""
   c, n = config.rollout, sampling.slots(config.rollout)
-  state, _ = compiled_step.abstract_arguments(architecture, config, mesh)
+  state = compiled_step.abstract_state(
+      Decoder(load.configure(architecture, config)),
+      UpdateSettings.of_config(config),
+      mesh,
+  )
   how = dataclasses.replace(sampling.of_config(c), temperature=1.0, stop=())
 
   def block(params, valid, alive):

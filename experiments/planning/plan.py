@@ -22,8 +22,10 @@ import ml_collections
 
 from experiments.configs import quickstart
 from experiments.learning import compiled_step
-from experiments.models import architectures
-from experiments.models.decoder import DecoderConfig
+from experiments.learning.batches import BatchSettings
+from experiments.learning.train_step import UpdateSettings
+from experiments.models import architectures, load
+from experiments.models.decoder import Decoder, DecoderConfig
 from experiments.parallel import sharding
 from experiments.planning import hlo_cost, targets
 import logra_jax
@@ -191,7 +193,12 @@ def account(
     ImportError: the target's library is missing; names the extra.
   """
   mesh = sharding.make_mesh(config.mesh, target.devices())
-  state, batch = compiled_step.abstract_arguments(architecture, config, mesh)
+  state = compiled_step.abstract_state(
+      Decoder(load.configure(architecture, config)),
+      UpdateSettings.of_config(config),
+      mesh,
+  )
+  batch = compiled_step.abstract_batch(BatchSettings.of_config(config), mesh)
   common = {
       "n_devices": mesh.size,
       "n_params": architectures.n_params(architecture),

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
+from experiments import _settings
+
 # Tokens of the vocabulary in one block of `draw`: about √V.
 _BLOCK = 256
 
@@ -85,14 +87,7 @@ def of_config(rollout: ml_collections.ConfigDict) -> Sampling:
   Raises:
     ValueError: a value is out of range.
   """
-  return Sampling(
-      max_new_tokens=rollout.max_new_tokens,
-      min_new_tokens=rollout.min_new_tokens,
-      temperature=rollout.temperature,
-      top_k=rollout.top_k,
-      top_p=rollout.top_p,
-      stop=tuple(rollout.stop),
-  )
+  return _settings.read(Sampling, rollout, "config.rollout.")
 
 
 def slots(rollout: ml_collections.ConfigDict) -> int:

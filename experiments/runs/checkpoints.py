@@ -49,16 +49,11 @@ class SaveTimer:
       start: the time now, in seconds, by the clock that `due` is given.
 
     Raises:
-      ValueError: a number is negative, or both are 0.
+      ValueError: If a number is negative.
     """
     for name, value in (("every", every), ("minutes", minutes)):
       if not 0 <= value < math.inf:
         raise ValueError(f"checkpoint.{name}={value} must be at least 0")
-    if not every and not minutes:
-      raise ValueError(
-          "checkpoint.every=0 and checkpoint.minutes=0 save nothing until the"
-          " end of the run; set one of them"
-      )
     self._every = every
     self._minutes = minutes
     self._last = start

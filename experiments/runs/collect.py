@@ -1,6 +1,7 @@
 """What an update learns from: prompts, responses, rewards and advantages."""
 
 from collections.abc import Sequence
+import dataclasses
 import time
 from typing import Any, NamedTuple
 
@@ -8,14 +9,16 @@ import jax
 import ml_collections
 import numpy as np
 
-from experiments import rewards, tasks
+from experiments import _settings, rewards, tasks
 from experiments.learning import losses
 from experiments.models.tokenizer import Tokenizer
 from experiments.parallel import sharding
 from experiments.rewards import overlong
-from experiments.rollouts import chat, sampling
+from experiments.rollouts import chat
 from experiments.rollouts import sampler as sampler_lib
+from experiments.rollouts import sampling as sampling_lib
 from experiments.rollouts.rollout import Rollout
+from experiments.rollouts.sampling import Sampling
 from experiments.tasks import curriculum
 from experiments.tasks.curriculum import Curriculum
 
@@ -38,8 +41,76 @@ class Collected(NamedTuple):
   metrics: dict[str, float]
 
 
+@dataclasses.dataclass(frozen=True)
+class CollectSettings:
+  """What collecting responses reads of a config.
+
+  Attributes:
+    seed: Random seed of the responses and of the choice of prompts.
+    loss: Name of the loss, which decides what an advantage is.
+    sampling: How responses are sampled.
+    prompts: Number of prompts of an update.
+    responses: Number of responses to each prompt.
+    dynamic_tries: How often groups of equal rewards are replaced, at most.
+    curriculum: Number of examples to choose from by pass rate; 0 means all, in
+      their order.
+    overlong: What becomes of cut-off responses, see `overlong.treat`.
+    overlong_buffer: Number of tokens over which their penalty grows to 1.
+  """
+
+  seed: int
+  loss: str
+  sampling: Sampling
+  prompts: int
+  responses: int
+  dynamic_tries: int
+  curriculum: int
+  overlong: str
+  overlong_buffer: int
+
+  def __post_init__(self) -> None:
+    _settings.check_least(
+        self, prompts=1, responses=1, dynamic_tries=0, curriculum=0
+    )
+    if not self.sampling.temperature > 0:
+      raise ValueError(
+          f"temperature={self.sampling.temperature} must be positive: greedy"
+          " responses to one prompt are all the same"
+      )
+    if self.curriculum and self.curriculum < self.prompts:
+      raise ValueError(
+          f"curriculum={self.curriculum} examples must be at least"
+          f" rollout.prompts={self.prompts}, or 0 for none"
+      )
+    overlong.check(
+        self.overlong, self.sampling.max_new_tokens, self.overlong_buffer
+    )
+
+  @classmethod
+  def of_config(cls, config: ml_collections.ConfigDict) -> "CollectSettings":
+    """Reads a config like `configs/quickstart.py`.
+
+    Raises:
+      ValueError: If a value is out of range; names the field.
+    """
+    settings = _settings.read(
+        cls,
+        config.rollout,
+        "config.rollout.",
+        seed=config.seed,
+        loss=config.loss.name,
+        sampling=sampling_lib.of_config(config.rollout),
+    )
+    losses.find(settings.loss)
+    try:
+      losses.check_group_size(settings.loss, settings.responses)
+    except ValueError as error:
+      raise ValueError(f"config.rollout.responses: {error}") from error
+    return settings
+
+
 def sample(
-    config: ml_collections.ConfigDict,
+    settings: CollectSettings,
     sampler: sampler_lib.Sampler,
     tokenizer: Tokenizer,
     examples: Sequence[tasks.Example],
@@ -49,21 +120,21 @@ def sample(
   """The groups of responses that a run draws in an update, as NumPy arrays.
 
   Args:
-    config: of the run.
+    settings: How the run collects.
     sampler: of the policy.
     tokenizer: the model's.
-    examples: whose prompts are answered, `config.rollout.responses` times each.
+    examples: whose prompts are answered, `responses` times each.
     update: number of updates done before.
     tried: how often examples were drawn for this update before.
   """
-  key = jax.random.fold_in(jax.random.key(config.seed), update)
+  key = jax.random.fold_in(jax.random.key(settings.seed), update)
   if tried:
     key = jax.random.fold_in(key, tried)
   rollout = sampler.sample(
       chat.encode_prompts(tokenizer, examples),
       key,
-      sampling.of_config(config.rollout),
-      group_size=config.rollout.responses,
+      settings.sampling,
+      group_size=settings.responses,
   )
   return sharding.fetch(rollout)
 
@@ -73,7 +144,7 @@ class Collector:
 
   def __init__(
       self,
-      config: ml_collections.ConfigDict,
+      settings: CollectSettings,
       sampler: sampler_lib.Sampler,
       tokenizer: Tokenizer,
       task: tasks.Task,
@@ -82,13 +153,13 @@ class Collector:
     """Keeps the parts.
 
     Args:
-      config: a config like `configs/quickstart.py`.
+      settings: How to collect.
       sampler: of the policy; its weights are the caller's to update.
       tokenizer: the model's.
       task: gives the prompts.
       scorer: gives the rewards of responses.
     """
-    self._config = config
+    self._settings = settings
     self._sampler = sampler
     self._tokenizer = tokenizer
     self._task = task
@@ -96,7 +167,7 @@ class Collector:
 
   def initial_curriculum(self) -> Curriculum | None:
     """What is known of the pool before the first update."""
-    size = self._config.rollout.curriculum
+    size = self._settings.curriculum
     return curriculum.init(size) if size else None
 
   def collect(self, update: int, seen: Curriculum | None) -> Collected:
@@ -109,10 +180,10 @@ class Collector:
       update: updates done before.
       seen: what is known of the curriculum's pool; None without one.
     """
-    tries = self._config.rollout.dynamic_tries
+    tries = self._settings.dynamic_tries
     useful: list[_Group] = []
     equal: list[_Group] = []
-    n, tally = self._config.rollout.prompts, _Tally()
+    n, tally = self._settings.prompts, _Tally()
     for tried in range(1 + tries):
       drawn, seen = self._draw(update, tried, seen, tally)
       for group in drawn:
@@ -127,19 +198,15 @@ class Collector:
 
   def _draw(self, update, tried, seen, tally):
     """One round: the groups of `rollout.prompts` prompts."""
-    c = self._config.rollout
+    c = self._settings
     number = update * (1 + c.dynamic_tries) + tried
     if seen is None:
       positions = number * c.prompts + np.arange(c.prompts)
     else:
-      positions = curriculum.choose(
-          seen, c.prompts, seed=self._config.seed, update=number
-      )
+      positions = curriculum.choose(seen, c.prompts, seed=c.seed, update=number)
     examples = [self._task.train(int(i)) for i in positions]
     start = time.perf_counter()
-    rollout = sample(
-        self._config, self._sampler, self._tokenizer, examples, update, tried
-    )
+    rollout = sample(c, self._sampler, self._tokenizer, examples, update, tried)
     sampled = time.perf_counter()
     scores = self._scorer.score(*chat.pair(self._tokenizer, examples, rollout))
     tally.add(rollout, scores, c.responses)
@@ -157,7 +224,7 @@ class Collector:
 
   def _weigh(self, groups, seen, tally):
     """Advantages of the groups that were kept."""
-    c = self._config
+    c = self._settings
     rollout = jax.tree.map(
         lambda *x: np.concatenate(x), *[g.rollout for g in groups]
     )
@@ -165,12 +232,12 @@ class Collector:
         np.concatenate([g.rewards for g in groups]),
         rollout.completion_mask.sum(axis=1),
         rollout.finished,
-        kind=c.rollout.overlong,
-        max_new_tokens=c.rollout.max_new_tokens,
-        buffer=c.rollout.overlong_buffer,
+        kind=c.overlong,
+        max_new_tokens=c.sampling.max_new_tokens,
+        buffer=c.overlong_buffer,
     )
-    advantages = losses.LOSSES[c.loss.name].advantages(
-        treated.rewards, c.rollout.responses, treated.in_baseline
+    advantages = losses.find(c.loss).advantages(
+        treated.rewards, c.responses, treated.in_baseline
     )
     return Collected(
         rollout, advantages, treated.in_loss, seen, tally.metrics()

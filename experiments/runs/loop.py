@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
-import json
 import pathlib
 import time
 from typing import Any
@@ -16,7 +14,9 @@ import optax
 
 from experiments import rewards, tasks
 from experiments.evaluation import heldout
-from experiments.learning import batches, compiled_step, optimizers, train_step
+from experiments.learning import batches, compiled_step, train_step
+from experiments.learning.batches import BatchSettings
+from experiments.learning.train_step import UpdateSettings
 from experiments.models import decoder, load, lora
 from experiments.parallel import sharding
 from experiments.rollouts import engine
@@ -27,12 +27,14 @@ from experiments.runs import (
     collect,
     guards,
     progress,
+    restore,
 )
 from experiments.runs import record as record_lib
 from experiments.runs import workdir as workdir_lib
+from experiments.runs.loop_settings import LoopSettings
 import logra_jax
 
-# What the seconds of an update go into.
+# The metrics that the seconds of an update divide into.
 PHASES = ("time/rollout", "time/reward", "time/update")
 
 
@@ -41,10 +43,10 @@ class Result:
   """How a call of `train` ended.
 
   Attributes:
-    update: updates done.
-    stopped_by: number of the signal that ended the run early, or None.
-    accuracy: held-out accuracy by update, as measured so far.
-    state: parameters and optimizer state; None if nothing was left to do.
+    update: Number of updates done.
+    stopped_by: Number of the signal that ended the run early, or None.
+    accuracy: Held-out accuracy by update, as measured so far.
+    state: Parameters and optimizer state; None if nothing was left to do.
   """
 
   update: int
@@ -56,22 +58,22 @@ class Result:
 def train(
     config: ml_collections.ConfigDict, workdir: str | pathlib.Path
 ) -> Result:
-  """Trains, or goes on training, the run that lives in `workdir`.
+  """Starts the run that lives in `workdir`, or resumes it.
 
   Args:
-    config: a config like `configs/quickstart.py`.
-    workdir: directory of the run: config, metrics, checkpoints.
+    config: A config like `configs/quickstart.py`.
+    workdir: Directory of the run, for its config, metrics and checkpoints.
 
   Returns:
     How it ended.
 
   Raises:
-    ValueError: a setting that cannot work, a directory that cannot be written
-      or belongs to another config, a prompt that does not fit, a reward that
-      is no number.
+    ValueError: If a setting cannot work, the directory cannot be written or
+      belongs to another config, a prompt is too long, or a reward is not a
+      number.
   """
   check_config.check_config(config)
-  mesh = _make_mesh(config)
+  mesh = make_mesh(config)
   # The first process alone makes files; the others then find them.
   if not sharding.is_first_process():
     sharding.wait_for_all("claimed")
@@ -83,60 +85,47 @@ def train(
   )
   with workdir_lib.stop_on_signals() as stop:
     state = None
-    if config.updates not in saved.updates():
-      state = _Run(config, path, saved, mesh).loop(stop)
-  update = config.updates if state is None else _updates(config, state)
+    update = config.updates
+    if update not in saved.updates():
+      run = Run(config, path, saved, mesh)
+      state = run.loop(stop)
+      update = run.update
   accuracy = record_lib.column(
       record_lib.read_rows(path / record_lib.FILENAME), "eval/accuracy"
   )
   return Result(update, stop.signal, dict(zip(*accuracy, strict=True)), state)
 
 
-def _make_mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
-  """The mesh of the config, checked against the batch."""
+def make_mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
+  """The mesh of `config.mesh`, checked against the size of the batch."""
   mesh = sharding.make_mesh(config.mesh)
   check_config.check_mesh(config, mesh)
   return mesh
 
 
-def _settings(config: ml_collections.ConfigDict) -> str:
-  """What the compiled update depends on, as JSON."""
-  settings = config.copy_and_resolve_references().unlock()
-  settings.optimizer.seed = 0  # In the state, and so is the learning rate.
-  settings.optimizer.learning_rate = float(config.optimizer.learning_rate > 0)
-  unread = ("seed", "model", "updates", "task", "evaluate", "checkpoint", "log")
-  for name in unread:
-    del settings[name]
-  return settings.to_json(sort_keys=True)
-
-
-@functools.lru_cache(maxsize=64)
-def _programs(
-    model: decoder.Decoder,
-    mesh: jax.sharding.Mesh,
-    settings: str,
-    eos_ids: tuple[int, ...],
-) -> tuple[Any, Any]:
-  """The jitted `prepare` and update; runs that differ in seeds share them.
-
-  The update donates its state: new parameters take the place of the old ones.
-  """
-  config = ml_collections.ConfigDict(json.loads(settings))
-  tx = optimizers.make_optimizer(config)
-  state, _ = compiled_step.abstract_arguments(model.config, config, mesh)
-  step = compiled_step.jit_update(model, tx, config, state, mesh, eos_ids)
-  return jax.jit(train_step.make_prepare(model, config, eos_ids)), step
-
-
 @jax.jit
-def _weight_norm(params: Any) -> jax.Array:
+def _weight_norm(params: optax.Params) -> jax.Array:
   """Frobenius norm of all parameters, adapters merged."""
   wide = jax.tree.map(lambda x: x.astype("float32"), lora.merge(params))
   return optax.tree.norm(wide)
 
 
-class _Run:
-  """A run that has updates left: its parts, and where it stands."""
+class Run:
+  """A run that has updates left: its parts, and its state.
+
+  The whole config ends here: every part gets the settings that it reads.
+
+  Attributes:
+    config: The run's config, for the record and for what is printed.
+    task: Gives the prompts.
+    scorer: Gives the rewards of responses.
+    state: Parameters, optimizer state and number of steps done.
+    model: The policy.
+    tokenizer: The model's tokenizer.
+    sampler: The engine that samples responses.
+    collector: Collects what an update learns from.
+    curriculum: What is known of the prompts, or None.
+  """
 
   def __init__(
       self,
@@ -145,10 +134,22 @@ class _Run:
       saved: checkpoints.Checkpoints,
       mesh: jax.sharding.Mesh,
   ):
+    """Loads the model, and the newest checkpoint if there is one.
+
+    Args:
+      config: A config like `configs/quickstart.py`.
+      path: The run's directory, which `workdir.claim` has made.
+      saved: The run's checkpoints.
+      mesh: The mesh to train on.
+    """
     self.config = config
-    self.path = path
-    self.saved = saved
-    self.mesh = mesh
+    self._settings = LoopSettings.of_config(config)
+    self._update_settings = UpdateSettings.of_config(config)
+    self._batch_settings = BatchSettings.of_config(config)
+    self._engine_settings = engine.EngineSettings.of_config(config.rollout)
+    self._path = path
+    self._saved = saved
+    self._mesh = mesh
     self.task = tasks.make_task(config.task.name, config.task.seed)
     self.scorer = rewards.RewardWorkers(
         self.task,
@@ -158,98 +159,126 @@ class _Run:
     )
     progress.say(f"loading {config.model}")
     loaded = load.for_run(config)
+    restore.describe_model(path, loaded)
     self.tokenizer = loaded.tokenizer
     self.model = decoder.Decoder(loaded.config)
     sharding.check_model(loaded.config, mesh)
-    tx = optimizers.make_optimizer(config)
-    self.state = compiled_step.init_state(config, loaded.params, tx, mesh)
-    # The state is donated: the reference needs weights of its own.
-    self.reference = None
-    if config.loss.reference_kl:
-      own = jax.tree.map(jnp.copy, loaded.params)
-      self.reference = sharding.put(own, sharding.shardings(own, own, mesh))
+    self._init_state(loaded.params)
     self.sampler = engine.make_sampler(
-        config, self.model, self.state.params, self.tokenizer, path
+        self._engine_settings,
+        self.model,
+        self.state.params,
+        self.tokenizer,
+        path,
     )
     self.collector = collect.Collector(
-        config, self.sampler, self.tokenizer, self.task, self.scorer
+        collect.CollectSettings.of_config(config),
+        self.sampler,
+        self.tokenizer,
+        self.task,
+        self.scorer,
     )
     self.curriculum = self.collector.initial_curriculum()
-    self.compiled = guards.CompileCounter()
-    self.shapes: set[tuple[int, ...]] = set()
+    self._compiled = guards.CompileCounter()
+    self._shapes: set[tuple[int, ...]] = set()
     progress.say(self._summary())
-    restored = saved.restore(self._saved(), progress.say)
-    if restored is not None:
-      self.curriculum = restored[1].pop("curriculum")
-      self.state = train_step.TrainState(**restored[1])
-      progress.say(f"resuming after update {restored[0]} of {config.updates}")
-      self.sampler.update_weights(self.state.params, int(self.state.update))
-    compiled = (self.model, mesh, _settings(config), self.tokenizer.eos_ids)
-    self.prepare, self.train_step = _programs(*compiled)
+    self._restore()
+    self._prepare, self._train_step = compiled_step.programs(
+        self.model,
+        mesh,
+        self._update_settings.program_key(),
+        self.tokenizer.eos_ids,
+    )
+
+  @property
+  def update(self) -> int:
+    """Number of updates done."""
+    return int(self.state.update) // self._settings.steps
+
+  def _init_state(self, params: optax.Params) -> None:
+    """The state before the first update, and the reference policy."""
+    settings = self._update_settings
+    tx = settings.make_optimizer()
+    self.state = compiled_step.init_state(
+        settings.optimizer, params, tx, self._mesh
+    )
+    self._reference = None
+    if settings.loss.reference_kl:
+      # The state is donated: the reference needs weights of its own.
+      own = jax.tree.map(jnp.copy, params)
+      where = sharding.shardings(own, own, self._mesh)
+      self._reference = sharding.put(own, where)
+
+  def _restore(self) -> None:
+    """Takes the newest whole checkpoint, if there is one."""
+    restored = self._saved.restore(self._checkpoint(), progress.say)
+    if restored is None:
+      return
+    update, arrays = restored
+    self.curriculum = arrays.pop("curriculum")
+    self.state = train_step.TrainState(**arrays)
+    progress.say(f"resuming after update {update} of {self._settings.updates}")
+    self.sampler.update_weights(self.state.params, int(self.state.update))
 
   def _summary(self) -> str:
-    """What the run is about to do and to hold."""
-    config, c = self.config, self.config.rollout
+    """What the run is about to do, and the memory that it holds."""
+    rollout = self.config.rollout
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
     memory = {
         "parameters": size(self.state.params),
         "optimizer state": size(self.state.opt_state),
     }
-    if self.reference is not None:
-      memory["reference"] = size(self.reference)
-    if not c.server:
+    if self._reference is not None:
+      memory["reference"] = size(self._reference)
+    if not rollout.server:
       memory["KV cache"] = generate_lib.memory_bytes(
           self.model.config,
-          prompts=c.prompts,
-          group_size=c.responses,
-          prompt_tokens=c.max_prompt_tokens,
-          max_new_tokens=c.max_new_tokens,
-          slots=c.slots,
-          cache_dtype=c.cache_dtype or None,
+          prompts=rollout.prompts,
+          group_size=rollout.responses,
+          prompt_tokens=rollout.max_prompt_tokens,
+          max_new_tokens=rollout.max_new_tokens,
+          slots=rollout.slots,
+          cache_dtype=rollout.cache_dtype or None,
       )
     leaves = jax.tree.leaves(self.state.params)
     return progress.start_summary(
-        model=config.model,
+        model=self.config.model,
         parameters=sum(x.size for x in leaves),
         trained=logra_jax.summary(self.state.params, self.state.opt_state),
         memory=memory,
-        prompts=c.prompts,
-        responses=c.responses,
-        max_prompt_tokens=c.max_prompt_tokens,
-        max_new_tokens=c.max_new_tokens,
+        prompts=rollout.prompts,
+        responses=rollout.responses,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_new_tokens=rollout.max_new_tokens,
     )
 
-  def _saved(self) -> dict[str, Any]:
+  def _checkpoint(self) -> dict[str, Any]:
     """What a checkpoint holds."""
     return {**vars(self.state), "curriculum": self.curriculum}
 
   def loop(self, stop: workdir_lib.Stop) -> train_step.TrainState:
-    """The algorithm; returns the state it ended with."""
-    config = self.config
-    update = _updates(config, self.state)
-    writer = record_lib.MetricsWriter(
-        self.path,
-        resume_at=update,
-        tensorboard=config.log.tensorboard,
-        wandb=config.log.wandb,
-        trackio=config.log.trackio,
-        config=config.to_dict(),
-    )
+    """Runs the updates that are left; returns the state after the last.
+
+    Args:
+      stop: Becomes true when the run should end after the update at hand.
+    """
+    settings, update = self._settings, self.update
+    writer = self._open_record(update)
     timer = checkpoints.SaveTimer(
-        every=config.checkpoint.every,
-        minutes=config.checkpoint.minutes,
+        every=settings.checkpoint_every,
+        minutes=settings.checkpoint_minutes,
         start=time.monotonic(),
     )
-    bar = progress.Progress(config.updates, update)
-    watch = _Watch(config, self.path, bar, self.compiled)
+    bar = progress.Progress(settings.updates, update)
+    watch = _Watch(settings, self._path, bar, self._compiled)
     # A signal may reach one process only: all stop after the same update.
     stopping = lambda: sharding.any_process(bool(stop))
-    mesh = jax.set_mesh(self.mesh)
-    with mesh, writer, bar, self.compiled, self.scorer, self.saved:
+    mesh = jax.set_mesh(self._mesh)
+    with mesh, writer, bar, self._compiled, self.scorer, self._saved:
       if update == 0:
-        with self.compiled.expected():
+        with self._compiled.expected():
           self.evaluate(writer, bar, update)
-      while update < config.updates and not stopping():
+      while update < settings.updates and not stopping():
         with guards.advise_on_memory("rollout"):
           collected = self.collector.collect(update, self.curriculum)
         self.curriculum = collected.curriculum
@@ -257,67 +286,85 @@ class _Run:
           steps, metrics = self.learn(collected)
         update += 1
         metrics |= collected.metrics | record_lib.memory_peaks()
-        metrics["train/compilations"] = self.compiled.count
+        metrics["train/compilations"] = self._compiled.count
         row = writer.write(update, metrics)
         bar.show(update, row, sum(row[name] for name in PHASES))
         watch.observe(update, row, steps)
-        last, score = update == config.updates, None
-        if last or update % config.evaluate.every == 0:
-          with self.compiled.expected():
+        last, score = update == settings.updates, None
+        if last or update % settings.evaluate_every == 0:
+          with self._compiled.expected():
             score = self.evaluate(writer, bar, update)
-        best = self.saved.best()
+        best = self._saved.best()
         better = score is not None and (best is None or score > best[1])
         due = sharding.any_process(timer.due(update, time.monotonic()))
-        # What may be damaged does not push out what is not.
+        # A state that may be damaged must not push out a sound one.
         if last or (watch.healthy and (due or better or stopping())):
-          self.saved.save(update, self._saved(), score)
+          self._saved.save(update, self._checkpoint(), score)
     return self.state
+
+  def _open_record(self, update: int) -> record_lib.MetricsWriter:
+    """The run's record, from which rows after `update` are removed."""
+    log = self.config.log
+    return record_lib.MetricsWriter(
+        self._path,
+        resume_at=update,
+        tensorboard=log.tensorboard,
+        wandb=log.wandb,
+        trackio=log.trackio,
+        config=self.config.to_dict(),
+    )
 
   def learn(
       self, collected: collect.Collected
   ) -> tuple[list[train_step.Batch], dict[str, float]]:
-    """The steps on one rollout: their batches, and their metrics."""
+    """Takes all optimizer steps on one rollout.
+
+    Args:
+      collected: The rollout with its advantages.
+
+    Returns:
+      The batch of each step of an epoch, and metrics by name.
+    """
     start = time.perf_counter()
-    steps, found = self._steps(collected)
-    for _ in range(self.config.loss.epochs):
+    steps, metrics_of_steps = self._batches(collected)
+    for _ in range(self._settings.epochs):
       for batch in steps:
-        # Each length of rows is compiled once, whenever it is first needed.
+        # Each length of rows is compiled once, when it is first needed.
         shape = batch.rows.tokens.shape
-        new = shape not in self.shapes
-        self.shapes.add(shape)
-        with self.compiled.expected() if new else contextlib.nullcontext():
-          self.state, metrics = self.train_step(self.state, batch)
-        found.append(metrics)
+        new = shape not in self._shapes
+        self._shapes.add(shape)
+        with self._compiled.expected() if new else contextlib.nullcontext():
+          self.state, metrics = self._train_step(self.state, batch)
+        metrics_of_steps.append(metrics)
     self.sampler.update_weights(self.state.params, int(self.state.update))
-    found = jax.tree.map(float, jax.device_get(found))
-    names = {name for metrics in found for name in metrics}
-    joined = {
-        name: _JOIN.get(name, np.mean)([m[name] for m in found if name in m])
-        for name in sorted(names)
-    }
+    numbers = jax.tree.map(float, jax.device_get(metrics_of_steps))
+    joined = _join(numbers)
     return steps, joined | {"time/update": time.perf_counter() - start}
 
-  def _steps(
+  def _batches(
       self, collected: collect.Collected
   ) -> tuple[list[train_step.Batch], list[dict[str, Any]]]:
     """The batch of each step of an epoch, and metrics of making them."""
-    config = self.config
-    rows = np.arange(len(collected.advantages))
-    steps, found = [], []
-    for own in np.split(rows, config.loss.minibatches):
-      part = jax.tree.map(lambda x, own=own: x[own], collected[:3])
-      rollout, advantages, keep = part
-      batch, packed = batches.make_batch(config, rollout, advantages, keep=keep)
+    responses = np.arange(len(collected.advantages))
+    steps, metrics_of_steps = [], []
+    for own in np.split(responses, self._settings.minibatches):
+      rollout, advantages, keep = jax.tree.map(
+          lambda x, own=own: x[own],
+          (collected.rollout, collected.advantages, collected.keep),
+      )
+      batch, packed = batches.make_batch(
+          self._batch_settings, rollout, advantages, keep=keep
+      )
       finished = packed.gather(np.asarray(rollout.finished))
-      batch = batches.put(batch, self.mesh)
-      found.append({"train/padding": packed.padding})
-      if _prepares(config):
-        batch, metrics = self.prepare(
-            self.state.params, self.reference, batch, finished
+      batch = batches.put(batch, self._mesh)
+      metrics_of_steps.append({"train/padding": packed.padding})
+      if self._settings.prepares:
+        batch, metrics = self._prepare(
+            self.state.params, self._reference, batch, finished
         )
-        found.append(metrics)
+        metrics_of_steps.append(metrics)
       steps.append(batch)
-    return steps, found
+    return steps, metrics_of_steps
 
   def evaluate(
       self,
@@ -325,63 +372,39 @@ class _Run:
       bar: progress.Progress,
       update: int,
   ) -> float:
-    """Writes held-out metrics to the record; returns the accuracy."""
+    """Writes held-out metrics to the record.
+
+    Args:
+      writer: The run's record.
+      bar: Where the accuracy is shown.
+      update: Number of updates done.
+
+    Returns:
+      The accuracy.
+    """
     start = time.perf_counter()
     with guards.advise_on_memory("evaluate"):
-      # These weights, whoever else may sample; no more rows than a rollout has.
+      # These weights, whichever engine samples the rollouts, and no more slots
+      # than a rollout has.
       sampler = engine.local_sampler(
-          self.config, self.model, self.state.params, self.tokenizer
+          self._engine_settings, self.model, self.state.params, self.tokenizer
       )
-      found, _ = heldout.evaluate(
+      metrics, _ = heldout.evaluate(
           sampler,
           self.tokenizer,
           self.task,
-          max_new_tokens=self.config.rollout.max_new_tokens,
-          max_prompts=self.config.evaluate.prompts,
+          max_new_tokens=self._settings.max_new_tokens,
+          max_prompts=self._settings.evaluate_prompts,
           workers=self.scorer,
       )
-    found["weight_norm"] = float(_weight_norm(self.state.params))
-    named = {f"eval/{name}": value for name, value in found.items()}
+    metrics["weight_norm"] = float(_weight_norm(self.state.params))
+    named = {f"eval/{name}": value for name, value in metrics.items()}
     named["time/evaluate"] = time.perf_counter() - start
     writer.write(update, named)
     bar.say(
-        f"held-out accuracy after {update} updates: {found['accuracy']:.3f}"
+        f"held-out accuracy after {update} updates: {metrics['accuracy']:.3f}"
     )
-    return found["accuracy"]
-
-
-class _Watch:
-  """What looks at each update, and says what is wrong."""
-
-  def __init__(
-      self,
-      config: ml_collections.ConfigDict,
-      path: pathlib.Path,
-      bar: progress.Progress,
-      compiled: guards.CompileCounter,
-  ):
-    rows = record_lib.read_rows(path / record_lib.FILENAME)
-    self._compiled = compiled
-    self._skips = guards.SkipGuard(path, limit=config.max_skipped, rows=rows)
-    self._watch = guards.Watch(
-        max_new_tokens=config.rollout.max_new_tokens, rows=rows
-    )
-    self._bar = bar
-
-  @property
-  def healthy(self) -> bool:
-    """Whether the last update was finite."""
-    return self._skips.in_a_row == 0
-
-  def observe(
-      self, update: int, row: dict[str, Any], steps: list[train_step.Batch]
-  ) -> None:
-    """Warns; raises where a run is lost."""
-    warnings = self._watch.observe(row)
-    late = self._compiled.observe()
-    for warning in [*warnings, *([late] if late else [])]:
-      self._bar.say(f"warning: {warning}")
-    self._skips.observe(update, row, steps)
+    return metrics["accuracy"]
 
 
 # How a metric of several steps becomes one; the mean where nothing is said.
@@ -393,24 +416,48 @@ _JOIN = {
 }
 
 
-def _steps(config: ml_collections.ConfigDict) -> int:
-  """Optimizer steps of an update."""
-  return config.loss.epochs * config.loss.minibatches
+def _join(metrics_of_steps: list[dict[str, float]]) -> dict[str, float]:
+  """One value of each metric for all the steps that have it."""
+  names = {name for metrics in metrics_of_steps for name in metrics}
+  return {
+      name: float(
+          _JOIN.get(name, np.mean)(
+              [metrics[name] for metrics in metrics_of_steps if name in metrics]
+          )
+      )
+      for name in sorted(names)
+  }
 
 
-def _updates(
-    config: ml_collections.ConfigDict, state: train_step.TrainState
-) -> int:
-  """Updates that a state has seen."""
-  return int(state.update) // _steps(config)
+class _Watch:
+  """Looks at each update, warns, and ends a run that is lost."""
 
+  def __init__(
+      self,
+      settings: LoopSettings,
+      path: pathlib.Path,
+      bar: progress.Progress,
+      compiled: guards.CompileCounter,
+  ):
+    rows = record_lib.read_rows(path / record_lib.FILENAME)
+    self._compiled = compiled
+    self._skips = guards.SkipGuard(path, limit=settings.max_skipped, rows=rows)
+    self._watch = guards.Watch(
+        max_new_tokens=settings.max_new_tokens, rows=rows
+    )
+    self._bar = bar
 
-def _prepares(config: ml_collections.ConfigDict) -> bool:
-  """Whether the trainer's own log-probs are needed before the first step."""
-  c = config.loss
-  return (
-      _steps(config) > 1
-      or c.correction != "none"
-      or c.reference_kl > 0
-      or config.kl.mismatch
-  )
+  @property
+  def healthy(self) -> bool:
+    """Whether the last update was finite."""
+    return self._skips.in_a_row == 0
+
+  def observe(
+      self, update: int, row: dict[str, Any], steps: list[train_step.Batch]
+  ) -> None:
+    """Warns; raises if the run is lost."""
+    warnings = self._watch.observe(row)
+    late = self._compiled.observe()
+    for warning in [*warnings, *([late] if late else [])]:
+      self._bar.say(f"warning: {warning}")
+    self._skips.observe(update, row, steps)

@@ -1,4 +1,4 @@
-"""What each metric of a run means: the source of `docs/metrics.md`.
+"""What each metric of a run means; prints docs/metrics.md.
 
 python -m experiments.runs.metric_names > docs/metrics.md
 """
@@ -11,9 +11,9 @@ class Metric(NamedTuple):
   """One metric, or a family of them.
 
   Attributes:
-    unit: what its number counts; 'share' is between 0 and 1.
-    meaning: one sentence.
-    source: file in `experiments/` that computes it.
+    unit: The unit of its number; "share" means between 0 and 1.
+    meaning: One line that explains it.
+    source: The file in `experiments/` that computes it.
   """
 
   unit: str
@@ -26,147 +26,145 @@ GROUPS = {
     "kl": "how far an update moves the policy",
     "rollout": "the sampled responses",
     "eval": "held-out prompts",
-    "memory": "what is held",
-    "time": "where the seconds go",
+    "memory": "peak memory",
+    "time": "seconds of an update",
 }
 
-_LEARNER, _TRAIN, _ROLLOUT = "learner.py", "train.py", "rollout.py"
+_STEP = "learning/train_step.py"
+_LOSSES = "learning/losses.py"
+_COLLECT = "runs/collect.py"
+_LOOP = "runs/loop.py"
+_HELDOUT = "evaluation/heldout.py"
+_RECORD = "runs/record.py"
 
+# Metrics that depend on the machine, besides the groups `time` and `memory`.
 _OF_THE_MACHINE = ("rollout/tokens_per_second", "train/compilations")
 
 # A part in angle brackets stands for any text.
 METRICS: dict[str, Metric] = {
-    "train/reward": Metric("reward", "mean over the batch's responses", _TRAIN),
+    "train/reward": Metric("reward", "mean over the batch", _COLLECT),
     "train/reward_std": Metric(
-        "reward", "standard deviation over the batch's responses", _TRAIN
+        "reward", "standard deviation over the batch", _COLLECT
     ),
     "train/reward/<part>": Metric(
-        "reward",
-        "mean of one named part of the reward, before its weight",
-        _TRAIN,
+        "reward", "mean of one part of the reward, before its weight", _COLLECT
     ),
     "train/equal_groups": Metric(
         "share",
-        "prompts whose responses all earned the same: they teach nothing",
-        _TRAIN,
+        "prompts whose responses all earned the same, and so teach nothing",
+        _COLLECT,
     ),
-    "train/loss": Metric(
-        "1", "the surrogate loss that the gradients are of", _LEARNER
-    ),
+    "train/loss": Metric("1", "surrogate loss that is differentiated", _STEP),
     "train/entropy": Metric(
-        "nats/token",
-        "mean entropy of the policy's distribution at generated tokens",
-        _LEARNER,
+        "nats/token", "mean entropy of the policy at generated tokens", _STEP
     ),
     "train/clip_fraction": Metric(
-        "share", "generated tokens whose ratio is clipped", _LEARNER
+        "share", "generated tokens whose ratio is clipped", _LOSSES
     ),
     "train/ratio_max": Metric(
         "1",
         "largest ratio of new to old probability of a generated token",
-        _LEARNER,
+        _LOSSES,
     ),
     "train/reference_kl": Metric(
-        "nats/token",
-        "estimated KL divergence from the reference policy",
-        _LEARNER,
+        "nats/token", "estimated KL from the reference policy", _LOSSES
     ),
     "train/off_policy_gap": Metric(
         "nats/token",
-        "mean log-probability of the sampler less that of the trainer, at"
-        " tokens of responses that ended",
-        _LEARNER,
+        "mean log-probability under the sampler minus that under the trainer,"
+        " over tokens of responses that ended",
+        _STEP,
     ),
     "train/off_policy_gap_max": Metric(
-        "nats/token", "largest magnitude of that gap at one token", _LEARNER
+        "nats/token", "largest magnitude of that gap at one token", _STEP
     ),
     "train/off_policy_kl": Metric(
         "nats/token",
-        "estimated KL divergence of the trainer's policy from the sampler's",
-        _LEARNER,
+        "estimated KL of the trainer's policy from the sampler's",
+        _STEP,
     ),
-    "train/padding": Metric(
-        "share", "tokens computed that are of no prompt or response", _TRAIN
+    "train/truncated_weights": Metric(
+        "share", "importance weights that reached their cap", _STEP
     ),
+    "train/padding": Metric("share", "computed tokens that are empty", _LOOP),
     "train/skipped": Metric(
         "0 or 1",
-        "whether the step was left out, since loss, gradient or KL was not"
-        " finite",
-        _LEARNER,
+        "whether the step was skipped because the loss, a gradient or the KL"
+        " was not finite",
+        _STEP,
     ),
     "train/compilations": Metric(
         "programs",
-        "compiled, or read from a cache, since this process started",
-        _TRAIN,
+        "compiled or read from a cache since this process started",
+        _LOOP,
     ),
     "kl/predicted": Metric(
-        "nats/token",
-        "predicted KL(old || new) of the step as it was scaled",
-        _LEARNER,
+        "nats/token", "predicted KL(old || new) of the scaled step", _STEP
     ),
     "kl/proposed": Metric(
-        "nats/token", "predicted KL of the step before scaling", _LEARNER
+        "nats/token", "predicted KL of the step before scaling", _STEP
     ),
     "kl/realised": Metric(
-        "nats/token", "KL measured after the step, same responses", _LEARNER
+        "nats/token", "KL measured after the step on the same responses", _STEP
     ),
     "kl/budget": Metric(
-        "nats/token", "what the step was allowed, mismatch deducted", _LEARNER
+        "nats/token", "KL allowed for the step, less the mismatch", _STEP
     ),
     "kl/mismatch": Metric(
-        "nats/token", "running mean of the sampler-trainer gap", _LEARNER
+        "nats/token", "running mean of the sampler-trainer gap", _STEP
     ),
     "kl/step_scale": Metric(
-        "1", "factor on the optimizer's step; 0 if it was skipped", _LEARNER
+        "1", "factor on the optimizer's step; 0 if it was skipped", _STEP
     ),
-    "kl/skipped": Metric("steps", "skipped since the start", _LEARNER),
+    "kl/skipped": Metric("steps", "steps skipped since the start", _STEP),
     "rollout/length": Metric(
-        "tokens", "mean length of a response, its end included", _TRAIN
+        "tokens", "mean length of a response, its end included", _COLLECT
     ),
-    "rollout/length_max": Metric("tokens", "longest response", _TRAIN),
+    "rollout/length_max": Metric(
+        "tokens", "length of the longest response", _COLLECT
+    ),
     "rollout/finished": Metric(
-        "share", "responses that ended by themselves", _TRAIN
+        "share", "responses that ended before the limit", _COLLECT
     ),
     "rollout/tokens_per_second": Metric(
-        "tokens/s", "generated tokens by the time of the rollout", _TRAIN
+        "tokens/s", "generated tokens per second of sampling", _COLLECT
     ),
     "rollout/replaced_groups": Metric(
-        "groups", "drawn again, since all responses earned the same", _TRAIN
-    ),
-    "train/truncated_weights": Metric(
-        "share", "importance weights that met their cap", _LEARNER
+        "groups",
+        "replaced by further prompts because their rewards were all equal",
+        _COLLECT,
     ),
     "rollout/reward_timeouts": Metric(
-        "responses", "whose reward took too long; they earn 0", _TRAIN
+        "responses", "whose reward took too long, and which earn 0", _COLLECT
     ),
     "rollout/reward_errors": Metric(
-        "responses", "whose reward function failed; they earn 0", _TRAIN
+        "responses", "whose reward function failed, and which earn 0", _COLLECT
     ),
-    "eval/accuracy": Metric("reward", "mean, greedy decoding", "evaluate.py"),
-    "eval/length": Metric("tokens", "mean length of a response", "evaluate.py"),
+    "eval/accuracy": Metric("reward", "mean, greedy decoding", _HELDOUT),
+    "eval/length": Metric("tokens", "mean length of a response", _HELDOUT),
     "eval/finished": Metric(
-        "share", "responses that ended by themselves", "evaluate.py"
+        "share", "responses that ended before the limit", _HELDOUT
     ),
     "eval/weight_norm": Metric(
-        "1", "Frobenius norm of all parameters, adapters merged", _TRAIN
+        "1", "Frobenius norm of all parameters, adapters merged", _LOOP
     ),
     "memory/device_peak": Metric(
         "GiB",
-        "most that the first device held since the start, where it tells",
-        "metrics.py",
+        "peak of the first device since the start, if it reports one",
+        _RECORD,
     ),
     "memory/host_peak": Metric(
-        "GiB", "most that the process held since its start", "metrics.py"
+        "GiB", "peak of the process since its start", _RECORD
     ),
-    "time/rollout": Metric("s", "sampling, until the tokens are there", _TRAIN),
-    "time/reward": Metric("s", "rewards and advantages", _TRAIN),
-    "time/update": Metric("s", "gradients, probe and step", _TRAIN),
-    "time/evaluate": Metric("s", "held-out prompts", _TRAIN),
+    "time/rollout": Metric("s", "sampling", _COLLECT),
+    "time/reward": Metric("s", "rewards", _COLLECT),
+    "time/update": Metric("s", "gradients, probe and step", _LOOP),
+    "time/evaluate": Metric("s", "evaluation on held-out prompts", _LOOP),
 }
 
 
 def describe(name: str) -> Metric | None:
-  """The entry of a metric's name; None where there is none."""
+  """Returns the entry of a metric, or None for an unknown name."""
   if name in METRICS:
     return METRICS[name]
   for pattern, metric in METRICS.items():
@@ -179,7 +177,7 @@ def describe(name: str) -> Metric | None:
 def repeats(name: str) -> bool:
   """Whether a resumed run has the same value, bit for bit.
 
-  What is of the machine, as seconds and bytes are, does not.
+  Metrics that depend on the machine, such as seconds and bytes, do not.
   """
   group = name.partition("/")[0]
   return group not in ("time", "memory") and name not in _OF_THE_MACHINE
@@ -190,17 +188,17 @@ def page() -> str:
   lines = [
       "# Metrics",
       "",
-      "Every line of a run's `metrics.jsonl` is a JSON object: `update`, the",
-      "number of updates done when its numbers were true, and metrics. The",
-      "same names are in TensorBoard, Weights & Biases and Trackio where the",
-      "config asks for them (`config.log`). A number that is not finite is",
-      "`null`. All but `time/`, `memory/`, `rollout/tokens_per_second` and",
-      "`train/compilations` are the same, bit for bit, in a run that was",
-      "killed and resumed.",
+      "Every line of a run's `metrics.jsonl` is a JSON object that holds",
+      "`update`, the number of updates done, and metrics. TensorBoard, Weights",
+      "& Biases and Trackio get the same names if the config asks for them",
+      "(`config.log`). A non-finite number is written as `null`. A run that was",
+      "killed and resumed has the same numbers, bit for bit, except for",
+      "`time/`, `memory/`, `rollout/tokens_per_second` and",
+      "`train/compilations`.",
       "",
-      "KL divergences are in nats per generated token. GiB are 2³⁰ bytes.",
+      "KL divergences are in nats per generated token. A GiB is 2³⁰ bytes.",
       "",
-      "Made by `python -m experiments.runs.metric_names`; a test compares.",
+      "This page is made by `python -m experiments.runs.metric_names`.",
   ]
   for group, about in GROUPS.items():
     lines += ["", f"## `{group}/`: {about}", ""]

@@ -1,15 +1,19 @@
-"""A model from anything that holds one, a training run included."""
+"""What a run keeps of its model, and a model from anything that holds one."""
 
-import functools
+import os
 import pathlib
+import shutil
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from experiments.learning import optimizers
-from experiments.models import load, lora
+from experiments.learning.train_step import UpdateSettings
+from experiments.models import hf, load, lora
+from experiments.models.decoder import Decoder, DecoderConfig
 from experiments.models.pretrained import Pretrained
 from experiments.parallel import sharding
 from experiments.runs import checkpoints, progress
@@ -26,6 +30,27 @@ class Restored(NamedTuple):
 
   update: int
   model: Pretrained
+
+
+def describe_model(path: pathlib.Path, loaded: Pretrained) -> None:
+  """Keeps a run's model in its directory, but for the weights.
+
+  With the weights of a checkpoint the run can then be exported, evaluated and
+  served where its base model is not. The first process alone writes.
+
+  Args:
+    path: The run's directory.
+    loaded: The model that the run begins with.
+  """
+  final = path / workdir_lib.MODEL
+  if not sharding.is_first_process() or final.exists():
+    return
+  temporary = path / f".{workdir_lib.MODEL}"
+  shutil.rmtree(temporary, ignore_errors=True)  # Left by a killed start.
+  hf.save_description(
+      temporary, loaded.config, loaded.tokenizer, loaded.config.param_dtype
+  )
+  os.replace(temporary, final)
 
 
 def load_any(
@@ -74,18 +99,33 @@ def load_run(workdir: str | pathlib.Path, best: bool = False) -> Restored:
         f"{folder} holds no checkpoint yet; train until the first one"
         f" (config.checkpoint.every={config.checkpoint.every} updates)"
     )
-  update, arrays = _arrays(saved, folder, best)
-  loaded = load.for_run(config)
-  template = jax.eval_shape(
-      functools.partial(optimizers.init_params, config), loaded.params
+  architecture, tokenizer = hf.load_description(
+      pathlib.Path(workdir) / workdir_lib.MODEL
   )
+  architecture = load.configure(architecture, config)
+  update, arrays = _arrays(saved, folder, best)
   params = jax.tree_util.tree_map_with_path(
       lambda path, leaf: jnp.asarray(
           arrays[f"params/{sharding.path_of(path)}"], leaf.dtype
       ),
-      template,
+      _abstract_params(architecture, UpdateSettings.of_config(config)),
   )
-  return Restored(update, loaded._replace(params=lora.merge(params)))
+  return Restored(
+      update, Pretrained(architecture, lora.merge(params), tokenizer)
+  )
+
+
+def _abstract_params(
+    architecture: DecoderConfig, settings: UpdateSettings
+) -> chex.ArrayTree:
+  """Shapes and dtypes of the parameters that the run trains."""
+
+  def make():
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    params = Decoder(architecture).init(jax.random.key(0), tokens)["params"]
+    return optimizers.init_params(settings.optimizer, params)
+
+  return jax.eval_shape(make)
 
 
 def _arrays(saved, folder, best):

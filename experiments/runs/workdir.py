@@ -12,6 +12,9 @@ from typing import Any
 
 import ml_collections
 
+# Folder in a run that describes its model: all but the weights.
+MODEL = "model"
+
 _CONFIG = "config.json"
 # A run may go on on other devices: its updates are the same there.
 _MOVABLE = "mesh."

@@ -10,6 +10,7 @@ weights, gradients, and directions of a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import os
 import pathlib
 import re
@@ -28,10 +29,11 @@ from experiments.learning import (
     batches,
     compiled_step,
     losses,
-    optimizers,
     packing,
     train_step,
 )
+from experiments.learning.batches import BatchSettings
+from experiments.learning.train_step import UpdateSettings
 from experiments.models import decoder
 from experiments.models import load as load_lib
 from experiments.parallel import sharding
@@ -99,8 +101,7 @@ def gradient_fn(
     model: decoder.Decoder, config: ml_collections.ConfigDict
 ) -> Callable[[Any, train_step.Batch], dict[str, jax.Array]]:
   """`(params, batch) -> gradients by path`, of the learner's loss; jitted."""
-  config = ml_collections.ConfigDict(config.to_dict())
-  config.kl.enabled = False
+  settings = dataclasses.replace(UpdateSettings.of_config(config), budget=None)
 
   def keep(grads, state, params=None):
     del state, params
@@ -112,7 +113,9 @@ def gradient_fn(
   )
 
   def gradients(params, batch):
-    step = train_step.make_train_step(_OfTargets(model, params), keeper, config)
+    step = train_step.make_train_step(
+        _OfTargets(model, params), keeper, settings
+    )
     state = train_step.TrainState(split(params), (), jnp.zeros((), jnp.int32))
     return step(state, batch)[0].opt_state
 
@@ -272,12 +275,13 @@ class Source:
   def _train(self, points: Sequence[int]) -> None:
     """The run up to the last point; writes the weights at each."""
     config = self.config
-    tx = optimizers.make_optimizer(config)
+    settings = UpdateSettings.of_config(config)
+    tx = settings.make_optimizer()
     mesh = sharding.make_mesh(config.mesh)
     # The state is donated; the loaded parameters are needed again.
     params = jax.tree.map(jnp.copy, self._initial)
-    state = compiled_step.init_state(config, params, tx, mesh)
-    step = compiled_step.jit_update(self.model, tx, config, state, mesh)
+    state = compiled_step.init_state(settings.optimizer, params, tx, mesh)
+    step = compiled_step.jit_update(self.model, tx, settings, state, mesh)
     for update in range(points[-1] + 1):
       if update in points:
         save(self._point(update) / "params", split(state.params))
@@ -288,10 +292,14 @@ class Source:
 
   def _packed(self, drawn: Drawn) -> train_step.Batch:
     """What the learner reads of a batch, of so many prompts as it has."""
-    config = ml_collections.ConfigDict(self.config.to_dict())
-    responses = config.rollout.responses
-    config.rollout.prompts = len(drawn.advantages) // responses
-    batch, _ = batches.make_batch(config, *drawn)
+    settings = BatchSettings.of_config(self.config)
+    responses = len(drawn.advantages)
+    settings = dataclasses.replace(
+        settings,
+        prompts=responses // settings.responses,
+        probe_responses=min(settings.probe_responses, responses),
+    )
+    batch, _ = batches.make_batch(settings, *drawn)
     return batch
 
   def _sample(self, params: Any, update: int, prompts: int) -> Drawn:
@@ -300,9 +308,16 @@ class Source:
     first = update * c.prompts
     examples = [self._task.train(first + i) for i in range(prompts)]
     sampler = engine.make_sampler(
-        config, self.model, params, self._tokenizer, self.folder
+        engine.EngineSettings.of_config(c),
+        self.model,
+        params,
+        self._tokenizer,
+        self.folder,
     )
-    rollout = collect.sample(config, sampler, self._tokenizer, examples, update)
+    settings = collect.CollectSettings.of_config(config)
+    rollout = collect.sample(
+        settings, sampler, self._tokenizer, examples, update
+    )
     _, rewards = heldout.score(self._task, self._tokenizer, examples, rollout)
     progress.say(f"batch of update {update}: reward {np.mean(rewards):.3f}")
     of_rewards = losses.LOSSES[config.loss.name].advantages

@@ -1,5 +1,7 @@
 """Runs out of their checkpoints, and into transformers."""
 
+import shutil
+
 import chex
 import jax
 import numpy as np
@@ -7,11 +9,12 @@ import pytest
 
 from experiments import export
 from experiments.configs import tiny as tiny_config
-from experiments.learning import optimizers, train_step
+from experiments.learning import train_step
+from experiments.learning.train_step import UpdateSettings
 from experiments.models import decoder, hf, load
 from experiments.rollouts import sampler as sampler_lib
 from experiments.rollouts.sampling import Sampling
-from experiments.runs import checkpoints, restore
+from experiments.runs import checkpoints, loop, restore
 from experiments.runs import workdir as workdir_lib
 from tests.helpers.paths import GOLDEN
 
@@ -26,8 +29,12 @@ def run(tmp_path_factory):
   config.model = str(GOLDEN / "llama")
   config.optimizer.name = "dense_sgd"
   path = workdir_lib.claim(tmp_path_factory.mktemp("run"), config.lock())
-  params = load.for_run(config).params
-  state = train_step.init_state(params, optimizers.make_optimizer(config))
+  loaded = load.for_run(config)
+  restore.describe_model(path, loaded)
+  params = loaded.params
+  state = train_step.init_state(
+      params, UpdateSettings.of_config(config).make_optimizer()
+  )
   with checkpoints.Checkpoints(path / "checkpoints", keep=3) as saved:
     for update, score in ((1, 0.1), (2, 0.9), (3, 0.2)):
       saved.save(update, state.replace(params=grown(params, update)), score)
@@ -53,6 +60,43 @@ def test_the_newest_or_the_best_checkpoint_is_exported(run, tmp_path):
   assert size("best") < 0.6 * size("new")
 
 
+@pytest.mark.parametrize("change", ["moved", "elsewhere", "copied"])
+def test_a_run_needs_neither_its_base_model_nor_its_place(
+    change, tmp_path, monkeypatch
+):
+  base, path = tmp_path / "base", tmp_path / "run"
+  shutil.copytree(GOLDEN / "llama", base)
+  monkeypatch.chdir(tmp_path)
+  config = tiny_config.get_config().unlock()
+  config.model = "base"  # As a person in that directory would write.
+  config.updates = 1
+  config.rollout.prompts = config.rollout.responses = 2
+  config.rollout.max_prompt_tokens = 60
+  config.loss.row_tokens = (96,)
+  config.loss.micro_rows = config.kl.probe_responses = 2
+  config.evaluate.prompts = 2
+  config.task.name = "addition"
+  trained = loop.train(config.lock(), path).state
+  if change == "moved":
+    base.rename(tmp_path / "other")
+  elif change == "copied":
+    shutil.copytree(path, tmp_path / "machine" / "run")
+    path = tmp_path / "machine" / "run"
+    shutil.rmtree(base)
+  monkeypatch.chdir("/")
+  assert export.export(path, tmp_path / "out") == 1
+  loaded = load.from_path(tmp_path / "out")
+  chex.assert_trees_all_equal(loaded.params, jax.device_get(trained.params))
+  text = "What is 3 + 5?"
+  original = hf.load_description(GOLDEN / "llama")[1]
+  assert loaded.tokenizer.encode(text) == original.encode(text)
+  chat = [{"role": "user", "content": text}]
+  assert loaded.tokenizer.apply_chat(chat) == original.apply_chat(chat)
+  # What evaluation and the server load is the same model.
+  again = restore.load_any(path)
+  chex.assert_trees_all_equal(again.params, loaded.params)
+
+
 def test_a_damaged_newest_checkpoint_is_passed_over(run, capsys):
   path, params = run
   file = next((path / "checkpoints" / "000003").rglob("manifest.ocdbt"))
@@ -72,6 +116,7 @@ def test_runs_without_what_is_asked_for(run, tmp_path):
   with pytest.raises(FileNotFoundError, match="no model at"):
     restore.load_any(tmp_path / "nothing")
   path = workdir_lib.claim(tmp_path, tiny_config.get_config())
+  restore.describe_model(path, load.for_run(workdir_lib.load_config(path)))
   saved = checkpoints.Checkpoints(path / "checkpoints")
   with pytest.raises(ValueError, match="no checkpoint yet"):
     restore.load_any(path)

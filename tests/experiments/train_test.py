@@ -15,9 +15,12 @@ import pytest
 
 from experiments import export, serve
 from experiments.configs import tiny
-from experiments.learning import batches, losses, optimizers, train_step
+from experiments.learning import batches, losses, train_step
+from experiments.learning.batches import BatchSettings
+from experiments.learning.train_step import UpdateSettings
 from experiments.models import load
 from experiments.runs import checkpoints, collect, loop, metric_names, record
+from experiments.runs.collect import CollectSettings
 from experiments.tasks import curriculum
 from tests.helpers.paths import ROOT
 
@@ -117,7 +120,7 @@ def run(tmp_path_factory):
   path = tmp_path_factory.mktemp("parts")
   config = _config()
   saved = checkpoints.Checkpoints(path / "c")
-  return loop._Run(config, path, saved, loop._make_mesh(config))
+  return loop.Run(config, path, saved, loop.make_mesh(config))
 
 
 def test_micro_batches_and_packing_do_not_change_the_update(run):
@@ -127,11 +130,15 @@ def test_micro_batches_and_packing_do_not_change_the_update(run):
   for changes in ({}, {"loss.micro_rows": 128, "loss.row_tokens": (18,)}):
     config = _config(**changes)
     batch, packed = batches.make_batch(
-        config, collected.rollout, collected.advantages
+        BatchSettings.of_config(config), collected.rollout, collected.advantages
     )
     counts.append(packed.count)
-    tx = optimizers.make_optimizer(config)
-    step = jax.jit(train_step.make_train_step(run.model, tx, config))
+    tx = UpdateSettings.of_config(config).make_optimizer()
+    step = jax.jit(
+        train_step.make_train_step(
+            run.model, tx, UpdateSettings.of_config(config)
+        )
+    )
     state = train_step.init_state(run.state.params, tx)
     found.append(step(state, batch))
   assert counts[0] > counts[1] == 1
@@ -156,7 +163,9 @@ def test_a_probe_without_generated_tokens_is_an_error(run):
       rollout, completion_mask=np.zeros_like(rollout.completion_mask)
   )
   with pytest.raises(ValueError, match=r"no generated token.*probe_responses"):
-    batches.make_batch(run.config, empty, np.zeros(128))
+    batches.make_batch(
+        BatchSettings.of_config(run.config), empty, np.zeros(128)
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,11 +180,19 @@ def test_sampler_and_trainer_have_one_distribution(run, how):
   """Before any update the trainer's log-probs are those of the sampler."""
   config = _config(**how, **{"loss.correction": "token", "kl.mismatch": True})
   collector = collect.Collector(
-      config, run.sampler, run.tokenizer, run.task, run.scorer
+      CollectSettings.of_config(config),
+      run.sampler,
+      run.tokenizer,
+      run.task,
+      run.scorer,
   )
   rollout, advantages, *_ = collector.collect(0, None)
-  batch, packed = batches.make_batch(config, rollout, advantages)
-  prepare = train_step.make_prepare(run.model, config, run.tokenizer.eos_ids)
+  batch, packed = batches.make_batch(
+      BatchSettings.of_config(config), rollout, advantages
+  )
+  prepare = train_step.make_prepare(
+      run.model, UpdateSettings.of_config(config), run.tokenizer.eos_ids
+  )
   finished = packed.gather(rollout.finished)
   found, metrics = jax.jit(prepare)(run.state.params, None, batch, finished)
   mask = batch.tokens.mask
@@ -189,7 +206,9 @@ def test_sampler_and_trainer_have_one_distribution(run, how):
   )
   assert abs(found.mismatch) < 1e-5 and metrics["train/off_policy_kl"] < 1e-5
   if how:  # Without the truncation they would not be.
-    prepare = train_step.make_prepare(run.model, _config(**{"loss.epochs": 2}))
+    prepare = train_step.make_prepare(
+        run.model, UpdateSettings.of_config(_config(**{"loss.epochs": 2}))
+    )
     wrong, _ = jax.jit(prepare)(run.state.params, None, batch, finished)
     off = np.asarray(wrong.tokens.old_log_probs)[mask] - sampled
     assert np.abs(off).max() > 0.1
@@ -203,9 +222,13 @@ def test_a_gap_of_the_sampler_is_corrected_and_off_the_budget(run):
   true = rollout.log_probs
   gap = np.where(np.arange(true.shape[1]) % 2, 0.1, -1.0).astype(np.float32)
   off = dataclasses.replace(rollout, log_probs=true + gap)
-  batch, packed = batches.make_batch(config, off, advantages)
+  batch, packed = batches.make_batch(
+      BatchSettings.of_config(config), off, advantages
+  )
   finished = np.ones_like(batch.tokens.mask)
-  prepare = jax.jit(train_step.make_prepare(run.model, config))
+  prepare = jax.jit(
+      train_step.make_prepare(run.model, UpdateSettings.of_config(config))
+  )
   found, metrics = prepare(run.state.params, None, batch, finished)
   mask = batch.tokens.mask
   gaps = packed.gather(np.broadcast_to(gap, true.shape).copy())[mask]
@@ -260,7 +283,9 @@ def test_a_prompt_that_does_not_fit_is_an_error(tmp_path):
 
 def test_probe_rows_are_of_different_prompts():
   config = _config(**{"kl.probe_responses": 10})
-  rows = batches.probe_rows(config)  # 8 prompts of 16 responses.
+  rows = batches.probe_rows(
+      BatchSettings.of_config(config)
+  )  # 8 prompts of 16 responses.
   assert list(rows) == [0, 16, 32, 48, 64, 80, 96, 112, 1, 17]
 
 

@@ -13,7 +13,9 @@ import jax
 import numpy as np
 
 from experiments.configs import quickstart
-from experiments.learning import batches, compiled_step, optimizers
+from experiments.learning import batches, compiled_step
+from experiments.learning.batches import BatchSettings
+from experiments.learning.train_step import UpdateSettings
 from experiments.models import decoder, load, tiny
 from experiments.parallel import sharding
 from experiments.rollouts.rollout import Rollout
@@ -64,7 +66,9 @@ def make_batch(config, n_words):
       log_probs=log_probs.astype(np.float32),
       finished=np.ones(n, bool),
   )
-  return batches.make_batch(config, made, rng.normal(size=n))[0]
+  return batches.make_batch(
+      BatchSettings.of_config(config), made, rng.normal(size=n)
+  )[0]
 
 
 def step(folder):
@@ -72,12 +76,16 @@ def step(folder):
   mesh = sharding.make_mesh(config.mesh)
   loaded = tiny.make_tiny(config.seed)
   model = decoder.Decoder(load.configure(loaded.config, config))
-  tx = optimizers.make_optimizer(config)
+  tx = UpdateSettings.of_config(config).make_optimizer()
   with jax.set_mesh(mesh):
-    state = compiled_step.init_state(config, loaded.params, tx, mesh)
+    state = compiled_step.init_state(
+        UpdateSettings.of_config(config).optimizer, loaded.params, tx, mesh
+    )
     batch = make_batch(config, loaded.config.vocab_size)
     batch = batches.put(batch, mesh)
-    update = compiled_step.jit_update(model, tx, config, state, mesh)
+    update = compiled_step.jit_update(
+        model, tx, UpdateSettings.of_config(config), state, mesh
+    )
     before = sharding.fetch(state.params)
     state, metrics = update(state, batch)
     found = sharding.fetch(

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from experiments.configs import tiny
-from experiments.learning import batches, compiled_step, optimizers
+from experiments.learning import batches, compiled_step
+from experiments.learning.batches import BatchSettings
+from experiments.learning.train_step import UpdateSettings
 from experiments.models import decoder, load
 from experiments.models import tiny as tiny_model
 from experiments.parallel import sharding
@@ -119,7 +121,9 @@ def make_batch(config):
       log_probs=np.where(completion, -np.log(VOCAB), 0).astype(np.float32),
       finished=end[:, 0] < length,
   )
-  return batches.make_batch(config, made, rng.normal(size=n))[0]
+  return batches.make_batch(
+      BatchSettings.of_config(config), made, rng.normal(size=n)
+  )[0]
 
 
 class Case:
@@ -139,18 +143,25 @@ class Case:
     self.params = jax.tree.map(
         lambda x: x * 8 if x.ndim == 2 and VOCAB in x.shape else x, params
     )
-    self.tx = optimizers.make_optimizer(self.config)
+    self.tx = UpdateSettings.of_config(self.config).make_optimizer()
 
   def start(self):
     state = compiled_step.init_state(
-        self.config, self.params, self.tx, self.mesh
+        UpdateSettings.of_config(self.config).optimizer,
+        self.params,
+        self.tx,
+        self.mesh,
     )
     batch = make_batch(self.config)
     return state, batches.put(batch, self.mesh)
 
   def step(self, state):
     return compiled_step.jit_update(
-        self.model, self.tx, self.config, state, self.mesh
+        self.model,
+        self.tx,
+        UpdateSettings.of_config(self.config),
+        state,
+        self.mesh,
     )
 
 
@@ -267,8 +278,10 @@ def collectives(optimizer, mesh):
   ]
   cost = hlo_cost.cost(text)
   assert not cost.unknown_loops
-  state, _ = compiled_step.abstract_arguments(
-      architecture, config, make_mesh(mesh)
+  state = compiled_step.abstract_state(
+      decoder.Decoder(load.configure(architecture, config)),
+      UpdateSettings.of_config(config),
+      make_mesh(mesh),
   )
   kernels = [
       x.shape[1:]

@@ -6,6 +6,7 @@ import pytest
 
 from experiments.configs import tiny
 from experiments.learning import batches, losses
+from experiments.learning.batches import BatchSettings
 from experiments.rollouts.rollout import Rollout
 
 PROMPT, NEW, GROUP = 16, 2, 16
@@ -41,7 +42,9 @@ def test_of_several_row_lengths_the_one_that_computes_least_is_taken():
   # Groups of 26, 20 and 22 tokens; the last go two to a row.
   for lengths, prompt, wanted in ((1, 10, 26), (1, 4, 20), (1, 6, 44)):
     batch, packed = batches.make_batch(
-        config, make_rollout([lengths] * 128, prompt), rng.normal(size=128)
+        BatchSettings.of_config(config),
+        make_rollout([lengths] * 128, prompt),
+        rng.normal(size=128),
     )
     assert batch.rows.tokens.shape[-1] == wanted
     assert packed.padding == 0
@@ -55,7 +58,9 @@ def test_tokens_have_what_their_response_has(name):
   rollout = make_rollout(lengths, 9)
   advantages = rng.normal(size=128).astype(np.float32)
   keep = rng.random(128) < 0.8
-  batch, packed = batches.make_batch(config, rollout, advantages, keep=keep)
+  batch, packed = batches.make_batch(
+      BatchSettings.of_config(config), rollout, advantages, keep=keep
+  )
   weights = losses.LOSSES[name].weights(lengths, NEW, keep)
   mask = batch.tokens.mask
   of = packed.index[mask] // (PROMPT + NEW)
@@ -72,9 +77,11 @@ def test_tokens_have_what_their_response_has(name):
 def test_the_abstract_batch_is_one_in_the_longest_rows():
   config = make_config(**{"loss.row_tokens": (24, 40)})
   full = make_rollout([NEW] * 128, PROMPT)
-  shapes = batches.abstract_batch(config)
+  shapes = batches.abstract_batch(BatchSettings.of_config(config))
   one = make_config(**{"loss.row_tokens": (40,)})
-  batch, packed = batches.make_batch(one, full, np.zeros(128))
+  batch, packed = batches.make_batch(
+      BatchSettings.of_config(one), full, np.zeros(128)
+  )
   assert packed.count == len(shapes.rows.tokens)
   like = lambda x: (x.shape, x.dtype)
   batch = jax.tree.map(like, batch.replace(count=None))

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.learning import losses
+from experiments.learning import losses, objectives, reference_kl
+from experiments.learning.losses import LossSettings
 
 _NAMES = tuple(losses.LOSSES)
 _LOW, _HIGH = 0.2, 0.3
@@ -60,7 +61,7 @@ def _tokens(name, layout="packed", scale=0.3, fill=0.0, reference=True):
   loss = losses.LOSSES[name]
   old, new, of_reference = _log_probs(scale)
   number = range(6) if layout == "packed" else [7] * 6
-  tokens = losses.Tokens(
+  tokens = objectives.Tokens(
       mask=_place(_spread([1] * 6), layout) > 0,
       response=np.int32(_place(_spread(number), layout, -1)),
       old_log_probs=_place(old, layout, fill),
@@ -83,13 +84,15 @@ def _run(name, log_probs, tokens, beta=0.0, estimator="k3"):
 
   def loss(log_probs):
     return losses.policy_loss(
-        name,
+        LossSettings(
+            name,
+            clip_low=_LOW,
+            clip_high=_HIGH,
+            reference_kl=beta,
+            reference_estimator=estimator,
+        ),
         log_probs,
         tokens,
-        clip_low=_LOW,
-        clip_high=_HIGH,
-        reference_kl=beta,
-        reference_estimator=estimator,
     )
 
   return jax.value_and_grad(loss, has_aux=True)(log_probs)
@@ -296,7 +299,7 @@ def test_bfloat16_log_probs(name):
   np.testing.assert_array_equal(grads, right_grads.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("estimator", losses.ESTIMATORS)
+@pytest.mark.parametrize("estimator", reference_kl.ESTIMATORS)
 def test_reference_kl(estimator):
   kwargs = {"beta": 0.7, "estimator": estimator}
   tokens, log_probs = _tokens("grpo")
@@ -315,7 +318,7 @@ def _kl(p, q):
   return np.sum(p * (np.log(p) - np.log(q)))
 
 
-@pytest.mark.parametrize("estimator", [*losses.ESTIMATORS, "plain"])
+@pytest.mark.parametrize("estimator", [*reference_kl.ESTIMATORS, "plain"])
 def test_what_a_reference_kl_descends(estimator):
   """Expected gradients over a vocabulary, against differences of the KL."""
   rng = np.random.default_rng(1)
@@ -326,9 +329,7 @@ def test_what_a_reference_kl_descends(estimator):
   def expected(z):  # Each token of the vocabulary once, as often as it comes.
     d = jax.nn.log_softmax(z) - np.log(q)
     estimate = (
-        d
-        if estimator == "plain"
-        else losses.reference_kl_estimate(d, estimator)
+        d if estimator == "plain" else reference_kl.estimate(d, estimator)
     )
     return jnp.sum(jax.lax.stop_gradient(jax.nn.softmax(z)) * estimate)
 
@@ -356,7 +357,7 @@ def test_sums_over_responses():
   response[1] = 4  # The whole row.
   x = rng.normal(size=(2, k)).astype(np.float32)
   half_square = lambda x, response: (
-      0.5 * jnp.sum(losses.response_sums(x, response) ** 2)
+      0.5 * jnp.sum(objectives.response_sums(x, response) ** 2)
   )
   program = jax.jit(jax.value_and_grad(half_square)).lower(x, response)
   program = program.compile()
@@ -371,17 +372,17 @@ def test_sums_over_responses():
   assert program.memory_analysis().temp_size_in_bytes < k * k / 4
   for length in (1, 2):
     ones = jnp.ones((1, length))
-    found = losses.response_sums(ones, jnp.zeros((1, length), jnp.int32))
+    found = objectives.response_sums(ones, jnp.zeros((1, length), jnp.int32))
     np.testing.assert_array_equal(found, length)
 
 
 def _policy_loss(tokens, log_probs, name="grpo", **options):
   options = {"clip_low": _LOW, "clip_high": _HIGH} | options
-  return losses.policy_loss(name, log_probs, tokens, **options)
+  return losses.policy_loss(LossSettings(name, **options), log_probs, tokens)
 
 
 @pytest.mark.parametrize(
-    "field", [f.name for f in dataclasses.fields(losses.Tokens)][1:]
+    "field", [f.name for f in dataclasses.fields(objectives.Tokens)][1:]
 )
 def test_arrays_must_have_one_shape(field):
   tokens, log_probs = _tokens("grpo")
@@ -422,7 +423,7 @@ def test_bad_settings(options, message):
     _policy_loss(tokens, log_probs, **options)
   options = {"name": "grpo", "clip_low": _LOW, "clip_high": _HIGH} | options
   with pytest.raises(ValueError, match=message):
-    losses.check(options.pop("name"), group_size=2, **options)
+    LossSettings(options.pop("name"), **options)
 
 
 def test_a_reference_kl_needs_a_reference():
@@ -435,9 +436,10 @@ def test_a_reference_kl_needs_a_reference():
 @pytest.mark.parametrize("name", _NAMES)
 def test_group_size_1_needs_a_loss_without_a_group_baseline(name):
   options = {"clip_low": _LOW, "clip_high": _HIGH}
-  losses.check(name, group_size=2, **options)
+  LossSettings(name, **options)
+  losses.check_group_size(name, 2)
   if name == "reinforce_pp":
-    losses.check(name, group_size=1, **options)
+    losses.check_group_size(name, 1)
     return
   with pytest.raises(ValueError, match=r"got 1: .* take the loss reinforce_pp"):
-    losses.check(name, group_size=1, **options)
+    losses.check_group_size(name, 1)

@@ -9,6 +9,7 @@ import pytest
 
 from experiments.configs import quickstart
 from experiments.learning import optimizers
+from experiments.learning.train_step import UpdateSettings
 from experiments.models import lora
 import logra_jax
 
@@ -104,7 +105,10 @@ def _of_optax(name):
 @pytest.mark.parametrize("name", DENSE)
 def test_each_layer_is_trained_as_by_optax_on_it_alone(name):
   params = _params()
-  after = _run(optimizers.make_optimizer(_config(optimizer__name=name)), params)
+  after = _run(
+      UpdateSettings.of_config(_config(optimizer__name=name)).make_optimizer(),
+      params,
+  )
   for module in ("q_proj", "down_proj"):
     kernel = params["layers"][module]["kernel"]
     gradients = lambda step, module=module: _gradients(params, step)["layers"][
@@ -121,7 +125,7 @@ def test_galore_keeps_thin_moments_and_projects_only_when_due():
   """A branch, so that most updates pay for no singular value decomposition."""
   params = _params()
   config = _config(optimizer__name="galore", optimizer__rank=2)
-  tx = optimizers.make_optimizer(config)
+  tx = UpdateSettings.of_config(config).make_optimizer()
   state = tx.init(params)
   shapes = {x.shape for x in jax.tree.leaves(state) if x.ndim}
   # Projectors of the longer side, moments [rank, n] and [m, rank].
@@ -185,8 +189,10 @@ def _sketches(config, params, state):
 def test_the_others_are_frozen_or_trained_by_adam(name, others):
   plain = _params()
   config = _config(optimizer__name=name, optimizer__others=others)
-  tx = optimizers.make_optimizer(config)
-  params = optimizers.init_params(config, plain)
+  tx = UpdateSettings.of_config(config).make_optimizer()
+  params = optimizers.init_params(
+      UpdateSettings.of_config(config).optimizer, plain
+  )
   state = logra_jax.init(tx, params)
   after = params
   adam = optax.adam(RATE, b1=0.9, b2=B2, eps=EPS)
@@ -219,10 +225,12 @@ def test_the_others_are_frozen_or_trained_by_adam(name, others):
 def test_lora_trains_adapters_by_adamw():
   config = _config(optimizer__name="lora", optimizer__lora_alpha=2.0)
   plain = _params()
-  params = optimizers.init_params(config, plain)
+  params = optimizers.init_params(
+      UpdateSettings.of_config(config).optimizer, plain
+  )
   node = params["layers"]["q_proj"]["kernel"]
   assert (node.a.shape, node.scaling) == ((LAYERS, 8, 4), 0.5)
-  after = _run(optimizers.make_optimizer(config), params)
+  after = _run(UpdateSettings.of_config(config).make_optimizer(), params)
   found = after["layers"]["q_proj"]["kernel"]
   np.testing.assert_array_equal(found.kernel, node.kernel)
   for name in ("a", "b"):
@@ -240,7 +248,9 @@ def test_lora_trains_adapters_by_adamw():
 
 
 def test_lora_without_adapters_is_an_error():
-  tx = optimizers.make_optimizer(_config(optimizer__name="lora"))
+  tx = UpdateSettings.of_config(
+      _config(optimizer__name="lora")
+  ).make_optimizer()
   with pytest.raises(ValueError, match=r"nothing to train.*init_params"):
     tx.init(_params())
 
@@ -257,7 +267,7 @@ def test_a_budget_scales_the_step_of_the_learning_rate(name):
         kl__budget=4e-3,
         kl__final_budget=4e-3,
     )
-    tx = optimizers.make_optimizer(config)
+    tx = UpdateSettings.of_config(config).make_optimizer()
     # A predicted KL of a quarter of the budget: twice the step.
     extra = {"probe": lambda u: jnp.float32(1e-3)} if enabled else {}
     updates, _ = tx.update(grads, tx.init(params), params, **extra)
@@ -285,7 +295,7 @@ def test_sketches_are_preconditioned(name, momentum):
       optimizer__momentum=momentum,
       optimizer__rank=8,
   )
-  found = optimizers.make_optimizer(config)
+  found = UpdateSettings.of_config(config).make_optimizer()
   params = _params()
 
   def steps(tx):
@@ -304,9 +314,9 @@ def test_the_learning_rate_is_part_of_the_state():
   grads = _gradients(params, 0)
 
   def step(built_with, state_of):
-    make = lambda rate: optimizers.make_optimizer(
+    make = lambda rate: UpdateSettings.of_config(
         _config(optimizer__name="dense_adam", optimizer__learning_rate=rate)
-    )
+    ).make_optimizer()
     state = make(state_of).init(params)
     return make(built_with).update(grads, state, params)[0]
 
@@ -324,7 +334,7 @@ def test_update_ratio_without_a_budget_descends_by_that_ratio():
       optimizer__rank=8,
   )
   params = _params()
-  tx = optimizers.make_optimizer(config)
+  tx = UpdateSettings.of_config(config).make_optimizer()
   state = logra_jax.init(tx, params)
   grads = _sketches(config, params, state)
   updates, state = tx.update(grads, state, params)
@@ -378,16 +388,18 @@ def test_update_ratio_without_a_budget_descends_by_that_ratio():
 def test_bad_values_are_refused_by_name(changes, match):
   config = _config(**{f"optimizer__{k}": v for k, v in changes.items()})
   with pytest.raises(ValueError, match=match):
-    optimizers.make_optimizer(config)
+    UpdateSettings.of_config(config).make_optimizer()
 
 
 @pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
 def test_init_works_on_shapes_alone(name):
   config = _config(optimizer__name=name)
-  tx = optimizers.make_optimizer(config)
+  tx = UpdateSettings.of_config(config).make_optimizer()
 
   def make(params):
-    params = optimizers.init_params(config, params)
+    params = optimizers.init_params(
+        UpdateSettings.of_config(config).optimizer, params
+    )
     return params, logra_jax.init(tx, params)
 
   shapes = jax.eval_shape(make, jax.eval_shape(_params))

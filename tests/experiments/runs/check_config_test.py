@@ -1,5 +1,7 @@
 """Tests of configs, of what they refuse, and of the optimizers they name."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -9,6 +11,7 @@ import pytest
 
 from experiments.configs import quickstart, tiny
 from experiments.learning import optimizers
+from experiments.learning.train_step import UpdateSettings
 from experiments.models import lora
 from experiments.runs import check_config, loop, workdir
 import logra_jax
@@ -40,9 +43,15 @@ def test_configs_are_sound_and_locked(module):
 
 def test_every_setting_is_read_somewhere():
   folder = ROOT / "experiments"
-  source = "".join(path.read_text() for path in folder.glob("*.py"))
+  source = "".join(
+      path.read_text()
+      for path in folder.rglob("*.py")
+      if path.parent.name != "configs"
+  )
   for name in _names(quickstart.get_config()):
-    assert f".{name.split('.')[-1]}" in source, name
+    # As an attribute of a section, or as a field of settings.
+    field = name.split(".")[-1]
+    assert re.search(rf"\.{field}\b|^  {field}: ", source, re.M), name
 
 
 @pytest.mark.parametrize(
@@ -90,7 +99,8 @@ def test_every_setting_is_read_somewhere():
         ({"loss.reference_estimator": "k4"}, "reference_estimator .*'k4'"),
         ({"loss.clip_low": 1.5}, "clip_low.*1.5"),
         ({"updates": 0}, "updates=0"),
-        ({"checkpoint.every": 0}, "checkpoint.every=0"),
+        ({"checkpoint.every": -1}, "checkpoint.every=-1"),
+        ({"checkpoint.minutes": -1.0}, "checkpoint.minutes=-1.0"),
     ],
 )
 def test_bad_settings_are_refused_with_name_and_value(changes, match):
@@ -98,7 +108,7 @@ def test_bad_settings_are_refused_with_name_and_value(changes, match):
   with pytest.raises(ValueError, match=match):
     check_config.check_config(config)
     # What depends on the parameters shows with the first of them.
-    optimizers.make_optimizer(config).init(_params())
+    UpdateSettings.of_config(config).make_optimizer().init(_params())
 
 
 def test_unknown_model_and_task_are_refused_before_training(tmp_path):
@@ -149,8 +159,10 @@ def _params():
 
 def _step(config, params):
   """One update of the optimizer; the loss pulls every parameter to 0."""
-  tx = optimizers.make_optimizer(config)
-  params = optimizers.init_params(config, params)
+  tx = UpdateSettings.of_config(config).make_optimizer()
+  params = optimizers.init_params(
+      UpdateSettings.of_config(config).optimizer, params
+  )
   opt_state = logra_jax.init(tx, params)
   x = jax.random.normal(jax.random.key(0), (4, 8))
 
@@ -201,7 +213,7 @@ def test_the_annealed_budget_is_the_librarys_cosine():
       {"kl.budget": 2e-4, "kl.final_budget": 2e-5, "kl.anneal_updates": 300},
   )
   params = _params()
-  tx = optimizers.make_optimizer(config)
+  tx = UpdateSettings.of_config(config).make_optimizer()
   state = tx.init(params)
   grads = jax.tree.map(lambda x: None, params)
   grads["layers"]["q_proj"]["kernel"] = jnp.ones((2, 8, 6))

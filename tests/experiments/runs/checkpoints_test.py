@@ -268,8 +268,23 @@ def test_saves_are_due_by_count_and_by_time():
   assert [t for t in range(0, 100, 10) if by_time.due(1, t)] == [30, 60, 90]
 
 
-def test_a_timer_must_be_due_now_and_then():
-  with pytest.raises(ValueError, match=r"every=0 and checkpoint\.minutes=0"):
-    checkpoints.SaveTimer(every=0, minutes=0, start=0.0)
+def test_a_timer_without_intervals_is_never_due():
+  timer = checkpoints.SaveTimer(every=0, minutes=0, start=0.0)
+  assert not any(timer.due(update, 1e9 * update) for update in range(1, 100))
+
+
+def test_a_timer_by_minutes_alone_counts_no_updates():
+  timer = checkpoints.SaveTimer(every=0, minutes=1, start=0.0)
+  assert [timer.due(n, 25.0 * n) for n in range(1, 7)] == [
+      False,
+      False,
+      True,
+      False,
+      False,
+      True,
+  ]
+
+
+def test_a_timer_refuses_negative_intervals():
   with pytest.raises(ValueError, match="minutes=-1 must be at least 0"):
     checkpoints.SaveTimer(every=1, minutes=-1, start=0.0)

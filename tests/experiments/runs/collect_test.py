@@ -13,6 +13,7 @@ from experiments.models import decoder
 from experiments.models import tiny as tiny_model
 from experiments.rollouts import sampler as sampler_lib
 from experiments.runs import collect
+from experiments.runs.collect import CollectSettings
 from experiments.tasks import curriculum
 
 GROUP = 16
@@ -45,7 +46,12 @@ def make(parts, **changes):
   )
   sampler, tokenizer, task = parts
   scorer = rewards.RewardWorkers(task, workers=0)
-  return collect.Collector(config, sampler, tokenizer, task, scorer), config
+  return (
+      collect.Collector(
+          CollectSettings.of_config(config), sampler, tokenizer, task, scorer
+      ),
+      config,
+  )
 
 
 def rounds(parts, config, update, n):
@@ -55,7 +61,12 @@ def rounds(parts, config, update, n):
     first = (update * n + tried) * config.rollout.prompts
     examples = [task.train(first + i) for i in range(config.rollout.prompts)]
     rollout = collect.sample(
-        config, sampler, tokenizer, examples, update, tried
+        CollectSettings.of_config(config),
+        sampler,
+        tokenizer,
+        examples,
+        update,
+        tried,
     )
     _, earned = heldout.score(task, tokenizer, examples, rollout)
     yield examples, rollout, earned.reshape(-1, GROUP)
@@ -107,7 +118,9 @@ def test_a_curriculum_chooses_the_prompts_and_learns(parts):
   assert set(np.flatnonzero(found.curriculum.counts)) == set(chosen)
   sampler, tokenizer, task = parts
   examples = [task.train(int(i)) for i in chosen]
-  rollout = collect.sample(config, sampler, tokenizer, examples, 0)
+  rollout = collect.sample(
+      CollectSettings.of_config(config), sampler, tokenizer, examples, 0
+  )
   np.testing.assert_array_equal(found.rollout.tokens, rollout.tokens)
 
 

@@ -242,7 +242,7 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_moments(name, tmp_path):
   config = tiny.get_config().unlock()
   config.optimizer.name = name
   saved = checkpoints.Checkpoints(tmp_path / "checkpoints")
-  run = loop._Run(config, tmp_path, saved, loop._make_mesh(config))
+  run = loop.Run(config, tmp_path, saved, loop.make_mesh(config))
   (batch,), _ = run._steps(run.collector.collect(0, None))
 
   def kept():  # Scalars of the optimizer's state count what was skipped.

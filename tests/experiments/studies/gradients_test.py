@@ -8,6 +8,7 @@ import pytest
 
 from experiments.configs import tiny
 from experiments.learning import packing, train_step
+from experiments.learning.train_step import UpdateSettings
 from experiments.runs import loop
 from experiments.studies import gradients
 import logra_jax
@@ -44,7 +45,11 @@ def test_gradient_is_the_one_that_the_learner_sketches(source):
       lambda x: jax.tree.map(jnp.zeros_like, x), lambda g, s, p=None: (g, g)
   )
   tx = logra_jax.sketch(4, inner=keep, seed=7, refresh=False)
-  step = jax.jit(train_step.make_train_step(source.model, tx, config))
+  step = jax.jit(
+      train_step.make_train_step(
+          source.model, tx, UpdateSettings.of_config(config)
+      )
+  )
   state, _ = step(train_step.init_state(params, tx), source._packed(batch))
   a = gradients.bases(g, 4, "rademacher", 7)
   assert set(state.opt_state.inner) == set(g)

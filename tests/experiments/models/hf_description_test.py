@@ -1,0 +1,39 @@
+"""A model's description: all of it but the weights, there and back."""
+
+import dataclasses
+
+import pytest
+
+from experiments.models import hf, load, tiny
+from tests.helpers.paths import GOLDEN
+
+# How a model runs is said by the caller, and not by the files.
+_RUNTIME = ("dtype", "param_dtype", "remat", "attention_block", "token_block")
+
+
+def _architecture(config):
+  fields = dataclasses.asdict(config)
+  return {name: x for name, x in fields.items() if name not in _RUNTIME}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "qwen2", "qwen3", "tiny"])
+def test_a_description_comes_back_as_it_was(name, tmp_path):
+  if name == "tiny":
+    model = tiny.make_tiny(0)
+  else:
+    model = load.from_path(GOLDEN / name)
+  hf.save_description(tmp_path, model.config, model.tokenizer, "bfloat16")
+  config, tokenizer = hf.load_description(tmp_path)
+  assert _architecture(config) == _architecture(model.config)
+  assert not list(tmp_path.glob("*.safetensors"))
+  text = "What is 3 + 5?"
+  assert tokenizer.encode(text) == model.tokenizer.encode(text)
+  assert tokenizer.eos_ids == model.tokenizer.eos_ids
+  assert tokenizer.pad_id == model.tokenizer.pad_id
+  chat = [{"role": "user", "content": text}]
+  assert tokenizer.apply_chat(chat) == model.tokenizer.apply_chat(chat)
+
+
+def test_a_missing_description_names_the_file(tmp_path):
+  with pytest.raises(ValueError, match=r"no config\.json"):
+    hf.load_description(tmp_path)
