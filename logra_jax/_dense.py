@@ -1,15 +1,14 @@
 """The dense operation whose backward pass emits a sketch.
 
-Inside `logra_jax.value_and_grad` and `logra_jax.kl_probe` each target kernel
-of the parameter tree is a `SketchedKernel`: the kernel, a thin slot, and the
-key of its basis. `dot_general` is the one operation that consumes it; with an
+Inside `logra_jax.value_and_grad` and `logra_jax.kl_probe`, each target kernel
+in the parameter tree is a `SketchedKernel`: the kernel, a thin slot, and the
+key of its basis. `dot_general` is the only operation that accepts one. With an
 ordinary array it is `jax.lax.dot_general`, so the same model runs inference.
 """
 
-from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax import lax
@@ -18,69 +17,72 @@ import jax.numpy as jnp
 from logra_jax import _basis
 from logra_jax._targets import Target
 
-DimensionNumbers = tuple[
-    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
-]
-
-
 _STATIC = {"static": True}
 
 
 class Kernel:
-  """A pytree that stands where a kernel would, and multiplies in its own way.
+  """Base class of pytrees that replace a kernel in the parameter tree.
 
-  `dot_general` (here and in `logra_jax.linen` and `logra_jax.nnx`) hands it the
-  layer's input. Subclasses are frozen dataclasses, registered as pytrees, with
-  the fields `kernel`, the parameter `[*batch, *in, *out]`, and `dtype`, what to
-  compute in (None: the kernel's own); every leaf leads with the batch axes.
+  `logra_jax.dot_general`, and with it the layers in `logra_jax.linen` and
+  `logra_jax.nnx`, calls the `dot_general` method of such an object with the
+  input of the layer. Subclasses are frozen dataclasses, registered as pytrees,
+  and the leading axes of every leaf are the batch axes.
+
+  Attributes:
+    kernel: The parameter `[*batch, *in, *out]`.
+    dtype: The dtype to compute in, or None for that of the kernel.
   """
 
   kernel: jax.Array
-  dtype: Any
+  dtype: jax.typing.DTypeLike | None
 
   @property
   def shape(self) -> tuple[int, ...]:
+    """Shape of the parameter."""
     return self.kernel.shape
 
   @property
   def ndim(self) -> int:
+    """Number of axes of the parameter."""
     return self.kernel.ndim
 
-  def with_dtype(self, dtype: Any) -> "Kernel":
-    """Itself, computing in another dtype."""
+  def with_dtype(self, dtype: jax.typing.DTypeLike | None) -> "Kernel":
+    """Returns a copy that computes in another dtype."""
     fields: Any = self
     return dataclasses.replace(fields, dtype=dtype)
 
   def dot_general(
       self,
       x: jax.Array,
-      dimension_numbers: DimensionNumbers,
-      precision: Any = None,
-      preferred_element_type: Any = None,
+      dimension_numbers: lax.DotDimensionNumbers,
+      precision: lax.PrecisionLike = None,
+      preferred_element_type: jax.typing.DTypeLike | None = None,
   ) -> jax.Array:
-    """The product of `x` with the kernel; as `jax.lax.dot_general`."""
+    """Multiplies `x` by the kernel; arguments as in `jax.lax.dot_general`."""
     raise NotImplementedError
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SketchedKernel(Kernel):
-  """A target kernel as the model sees it while it is differentiated.
+  """A target kernel, as the model receives it while being differentiated.
 
-  Every leaf leads with the kernel's batch axes, so that `scan`, `vmap` and
-  `jax.checkpoint` slice all of them alike.
+  The leading axes of every leaf are the batch axes of the kernel, so that
+  `scan`, `vmap` and `jax.checkpoint` slice all leaves alike.
 
   Attributes:
-    kernel: `[*batch, *in, *out]`, the parameter.
-    factor: `[*batch, rank, d_out]` float32. In reverse mode zeros, whose
-      cotangent is the sketch; in forward mode the proposed thin update D.
-    key: `[*batch, 2]` uint32, the basis.
-    target: what the axes are.
-    decay: forward mode: `[*batch]` float32, the coefficient c of the kernel
-      itself in the proposed update `Aᵀ D + c W`. Else None.
-    step: forward mode: `[*batch]` float32 zeros, how much of the proposed
-      update is taken; what the probe is differentiated by. Else None.
-    dtype: dtype to compute in, None for the kernel's own.
+    kernel: The parameter `[*batch, *in, *out]`.
+    factor: `[*batch, rank, d_out]` float32. In reverse mode it is zeros, and
+      its cotangent is the sketch; in forward mode it is the proposed thin
+      update D.
+    key: Key data of the basis, `[*batch, 2]` uint32.
+    target: Path, axes and rank of the kernel.
+    decay: In forward mode, `[*batch]` float32: the coefficient c of the kernel
+      in the proposed update `Aᵀ D + c W`. None in reverse mode.
+    step: In forward mode, `[*batch]` float32 zeros: the fraction of the
+      proposed update that is taken. The probe differentiates with respect to
+      it. None in reverse mode.
+    dtype: The dtype to compute in, or None for that of the kernel.
   """
 
   kernel: jax.Array
@@ -89,14 +91,16 @@ class SketchedKernel(Kernel):
   target: Target = dataclasses.field(metadata=_STATIC)
   decay: jax.Array | None = None
   step: jax.Array | None = None
-  dtype: Any = dataclasses.field(default=None, metadata=_STATIC)
+  dtype: jax.typing.DTypeLike | None = dataclasses.field(
+      default=None, metadata=_STATIC
+  )
 
   def dot_general(
       self,
       x: jax.Array,
-      dimension_numbers: DimensionNumbers,
-      precision: Any = None,
-      preferred_element_type: Any = None,
+      dimension_numbers: lax.DotDimensionNumbers,
+      precision: lax.PrecisionLike = None,
+      preferred_element_type: jax.typing.DTypeLike | None = None,
   ) -> jax.Array:
     call = _Call(
         target=self.target,
@@ -114,11 +118,11 @@ class SketchedKernel(Kernel):
     return _sketched_dot(call, x, self.kernel, factor, self.key)
 
   def __getitem__(self, index: Any) -> "SketchedKernel":
-    if index is Ellipsis:  # how Flax NNX reads the whole of a variable
+    if index is Ellipsis:  # Flax NNX reads the value of a variable as x[...]
       return self
     return self._refuse()
 
-  def _refuse(self, *unused: Any) -> Any:
+  def _refuse(self, *unused: Any) -> NoReturn:
     raise TypeError(self._misuse())
 
   __jax_array__ = __neg__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
@@ -126,40 +130,41 @@ class SketchedKernel(Kernel):
   __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
 
   def __getattr__(self, name: str) -> Any:
-    if name.startswith("_"):  # protocols, which ask whether it is there
+    if name.startswith("_"):  # a look-up that tests for a protocol
       raise AttributeError(name)
     raise AttributeError(f"{name!r}: {self._misuse()}")
 
   def _misuse(self) -> str:
     return (
         f"the LoGRA target {self.target.path!r} is used by an operation that"
-        " emits no sketch; consume it through logra_jax.dot_general (as"
+        " emits no sketch; use it through logra_jax.dot_general (as"
         " logra_jax.linen.Dense and logra_jax.nnx.Linear do), or leave it out"
         " of targets"
     )
 
 
-def cast_in_place(x: jax.Array, dtype: Any) -> jax.Array:
-  """`x.astype(dtype)` where it stands.
+def cast_in_place(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+  """Computes `x.astype(dtype)` without letting XLA move the cast.
 
-  XLA would rather cast a whole stack of weights before the loop over layers
-  than one matrix in it, and so hold a second copy of all of them.
+  XLA tends to cast the whole stack of weights before a loop over layers rather
+  than one matrix inside it, which holds a second copy of all of them.
   """
   return x if x.dtype == dtype else lax.optimization_barrier(x).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-  """What is static in one application of a sketched kernel."""
+  """The static arguments of one application of a sketched kernel."""
 
   target: Target
-  dimension_numbers: Any
-  precision: Any
-  preferred: Any
-  dtype: Any
-  x_dtype: Any
+  dimension_numbers: lax.DotDimensionNumbers
+  precision: lax.PrecisionLike
+  preferred: jax.typing.DTypeLike | None
+  dtype: jax.typing.DTypeLike | None
+  x_dtype: jax.typing.DTypeLike
 
   def dot(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Computes the plain product."""
     if self.dtype is not None:
       kernel = cast_in_place(kernel, self.dtype)
     return lax.dot_general(
@@ -171,7 +176,7 @@ class _Call:
     )
 
   def rows(self, x: jax.Array) -> jax.Array:
-    """`x` as `[*batch, N, d_in]`."""
+    """Transposes and reshapes `x` to `[*batch, N, d_in]`."""
     (contract, _), (batch, _) = self.dimension_numbers
     free = [a for a in range(x.ndim) if a not in (*contract, *batch)]
     sizes = [x.shape[a] for a in batch]
@@ -179,7 +184,7 @@ class _Call:
     return x.reshape(*sizes, -1, self.target.d_in)
 
   def project(self, x: jax.Array, key: jax.Array) -> jax.Array:
-    """`X Aᵀ [*batch, N, rank]`."""
+    """Computes `X Aᵀ [*batch, N, rank]`."""
     target = self.target
     return _basis.project(self.rows(x), key, target.rank, target.distribution)
 
@@ -187,28 +192,30 @@ class _Call:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Type:
-  """Shape, dtype and sharding of an array, as a residual without arrays."""
+  """Shape, dtype and sharding of an array, as a residual without leaves."""
 
-  aval: Any
+  aval: jax.core.AbstractValue
 
 
-def _sketch_sharding(kernel: jax.Array, target: Target) -> Any:
-  """That of the kernel's batch and outputs, on a mesh that wants it said."""
+def _sketch_sharding(
+    kernel: jax.Array, target: Target
+) -> jax.sharding.NamedSharding | None:
+  """Returns the sharding of a sketch on a mesh with explicit axes, or None."""
   sharding = jax.typeof(kernel).sharding
   if sharding.mesh.empty or sharding.mesh.are_all_axes_auto:
     return None
   n_in, n_out = len(target.inputs), len(target.outputs)
   batch = sharding.spec[: kernel.ndim - n_in - n_out]
-  # Several output axes are one axis of the sketch.
+  # The output axes of the kernel are a single axis of the sketch.
   out = sharding.spec[-1] if n_out == 1 else None
   spec = jax.sharding.PartitionSpec(*batch, None, out)
   return jax.sharding.NamedSharding(sharding.mesh, spec)
 
 
-def _varying_as(x: jax.Array, *others: Any) -> jax.Array:
-  """Under `shard_map`, `x` with a value for each shard that others have.
+def _varying_as(x: jax.Array, *others: jax.Array) -> jax.Array:
+  """Under `shard_map`, casts `x` to vary over the same mesh axes as `others`.
 
-  The transpose of this cast is the sum over shards that any parameter gets.
+  The transpose of the cast sums over shards, as for any replicated parameter.
   """
   axes = lambda a: jax.typeof(a).manual_axis_type.varying
   missing = frozenset().union(*map(axes, others)) - axes(x)
@@ -223,7 +230,7 @@ def _sketched_dot(call, x, kernel, factor, key):
 
 def _sketched_dot_fwd(call, x, kernel, factor, key):
   del factor
-  # [*batch, N, rank] is kept where a dense gradient would keep [N, d_in].
+  # The residual is [*batch, N, rank]; a dense gradient would keep [N, d_in].
   type_of_x = _Type(jax.typeof(x))
   return call.dot(x, kernel), (call.project(x, key), kernel, type_of_x)
 
@@ -269,8 +276,10 @@ def _perturbed_dot_jvp(call, primals, tangents):
   return y, call.dot(x_dot, kernel) + y_dot.astype(y.dtype)
 
 
-def _check_axes(kernel: SketchedKernel, dimension_numbers: Any) -> Any:
-  """Canonical dimension numbers; raises where the layout says otherwise."""
+def _check_axes(
+    kernel: SketchedKernel, dimension_numbers: lax.DotDimensionNumbers
+) -> lax.DotDimensionNumbers:
+  """Canonicalizes dimension numbers, which must fit the layout of a target."""
   (x_contract, k_contract), (x_batch, k_batch) = jax.tree.map(
       int, dimension_numbers
   )
@@ -283,9 +292,9 @@ def _check_axes(kernel: SketchedKernel, dimension_numbers: Any) -> Any:
   if not fits:
     raise ValueError(
         f"target {target.path!r} is contracted over kernel axes"
-        f" {tuple(k_contract)} with batch axes {tuple(k_batch)}, but targets"
-        f" took it as {n_batch} batch, {n_in} input and {n_out} output axes;"
-        " give its layout: sketch(targets={pattern: 'bio'})"
+        f" {tuple(k_contract)} with batch axes {tuple(k_batch)}, but sketch"
+        f" assumed {n_batch} batch, {n_in} input and {n_out} output axes;"
+        " give its layout, as in sketch(targets={pattern: 'bio'})"
     )
   return (
       (tuple(x_contract), tuple(k_contract)),
@@ -295,35 +304,56 @@ def _check_axes(kernel: SketchedKernel, dimension_numbers: Any) -> Any:
 
 def dot_general(
     x: jax.Array,
-    kernel: Any,
-    dimension_numbers: DimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    kernel: jax.Array | Kernel,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     **kwargs: Any,
 ) -> jax.Array:
-  """`jax.lax.dot_general` that also takes a LoGRA target as its kernel.
+  """Like `jax.lax.dot_general`, but the kernel can be a LoGRA target.
 
-  Forward it is the plain product. Backward, a target's gradient is its sketch
-  `S = (X Aᵀ)ᵀ dY`, `[*batch, rank, d_out]` float32, instead of the dense
-  `Xᵀ dY`; what is saved for it is `X Aᵀ`, not `X`. In forward mode the tangent
-  of the output is `dX W + (X Aᵀ) D + c X W` for a proposed update
-  `Aᵀ D + c W`.
+  The forward pass is the plain product. In the backward pass the gradient of a
+  target is its sketch `S = (X Aᵀ)ᵀ dY`, `[*batch, rank, d_out]` float32,
+  instead of the dense `Xᵀ dY`, and the residual saved for it is `X Aᵀ` instead
+  of `X`. In forward mode the tangent of the output is
+  `dX W + (X Aᵀ) D + c X W` for a proposed update `Aᵀ D + c W`.
 
   Args:
-    x: the layer's input.
-    kernel: `[*batch, *in, *out]`, an array or a target of `sketch`.
-    dimension_numbers: as in `jax.lax.dot_general`, with the kernel's batch
-      axes first and its input axes next, in order.
-    precision: as in `jax.lax.dot_general`.
-    preferred_element_type: as in `jax.lax.dot_general`.
-    **kwargs: passed on to `jax.lax.dot_general` for an ordinary kernel
-      (`out_sharding`).
+    x: The input of the layer.
+    kernel: An array or a target, `[*batch, *in, *out]`.
+    dimension_numbers: As in `jax.lax.dot_general`, with the batch axes of a
+      target first and its input axes next, in order.
+    precision: As in `jax.lax.dot_general`.
+    preferred_element_type: As in `jax.lax.dot_general`.
+    **kwargs: Passed on to `jax.lax.dot_general` for an ordinary kernel (for
+      example `out_sharding`); ignored for a target.
 
   Returns:
     The product, with axes `[*batch, *free axes of x, *out]`.
 
   Raises:
-    ValueError: the axes are not those that `targets` gave the kernel.
+    ValueError: If the axes do not fit the layout that `sketch` assumed for the
+      target.
+
+  Examples:
+    A projection to 2 heads of 3 features, as a model would call it:
+
+    >>> import jax.numpy as jnp, logra_jax
+    >>> x, kernel = jnp.ones((5, 8)), jnp.ones((8, 2, 3))
+    >>> dimension_numbers = (((1,), (0,)), ((), ()))
+    >>> logra_jax.dot_general(x, kernel, dimension_numbers).shape
+    (5, 2, 3)
+
+    To train it as a target, give its layout to `sketch`:
+
+    >>> tx = logra_jax.sketch(rank=4, targets={'query/kernel': 'ioo'})
+    >>> params = {'query': {'kernel': kernel}}
+    >>> def loss_fn(params):
+    ...   kernel = params['query']['kernel']
+    ...   return logra_jax.dot_general(x, kernel, dimension_numbers).mean()
+    >>> _, grads = logra_jax.value_and_grad(loss_fn)(params, tx.init(params))
+    >>> grads['query']['kernel'].shape
+    (4, 6)
   """
   if isinstance(kernel, Kernel):
     return kernel.dot_general(
@@ -339,16 +369,29 @@ def dot_general(
   )
 
 
-def dense(x: jax.Array, kernel: Any, *, precision: Any = None) -> jax.Array:
-  """`x @ kernel` for plain JAX code: the last axis of x, the first of kernel.
+def dense(
+    x: jax.Array,
+    kernel: jax.Array | Kernel,
+    *,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+  """Contracts the last axis of `x` with the first of `kernel`.
+
+  This is `x @ kernel` for models in plain JAX, with kernels that can be targets
+  (see `dot_general`).
 
   Args:
-    x: `[..., d_in]`.
-    kernel: `[d_in, *out]`, an array or a target of `sketch`.
-    precision: as in `jax.lax.dot_general`.
+    x: Input `[..., d_in]`.
+    kernel: An array or a target, `[d_in, *out]`.
+    precision: As in `jax.lax.dot_general`.
 
   Returns:
-    `[..., *out]`.
+    The product `[..., *out]`.
+
+  Examples:
+    >>> import jax.numpy as jnp, logra_jax
+    >>> logra_jax.dense(jnp.ones((2, 3, 8)), jnp.ones((8, 6))).shape
+    (2, 3, 6)
   """
   contract = (((x.ndim - 1,), (0,)), ((), ()))
   return dot_general(x, kernel, contract, precision=precision)

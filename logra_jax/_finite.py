@@ -1,14 +1,14 @@
-"""Guards: no step, and no state, from a number that is not finite."""
+"""Guards that keep non-finite numbers out of updates and states."""
 
 import functools
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
 
-def all_finite(tree: Any) -> jax.Array:
-  """Whether every float of the tree is finite, a bool scalar."""
+def all_finite(tree: chex.ArrayTree) -> jax.Array:
+  """Returns a bool scalar: whether every float in the tree is finite."""
   leaves = [
       jnp.all(jnp.isfinite(leaf))
       for leaf in jax.tree.leaves(tree)
@@ -17,10 +17,11 @@ def all_finite(tree: Any) -> jax.Array:
   return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
 
 
-def none_lost(new: Any, old: Any) -> jax.Array:
-  """Whether all that was finite in `old` is so in `new`, a bool scalar.
+def none_lost(new: chex.ArrayTree, old: chex.ArrayTree) -> jax.Array:
+  """Returns a bool scalar: whether `new` is finite wherever `old` is.
 
-  Some states hold an infinity from the start, as `reduce_on_plateau` does.
+  An infinity that was there before is allowed: the state of
+  `optax.contrib.reduce_on_plateau` starts with one.
   """
   leaves = [
       jnp.all(jnp.isfinite(n) | ~jnp.isfinite(o))
@@ -30,24 +31,26 @@ def none_lost(new: Any, old: Any) -> jax.Array:
   return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
 
 
-def select(ok: jax.Array, new: Any, old: Any) -> Any:
-  """`new` where `ok`, else `old`; two trees of the same structure.
+def select(
+    ok: jax.Array, new: chex.ArrayTree, old: chex.ArrayTree
+) -> chex.ArrayTree:
+  """Returns `new` if `ok`, else `old`; both have the same structure.
 
-  On a mesh with explicit axes the result is split as `old` is.
+  On a mesh with explicit axes the result is sharded like `old`.
   """
 
   def one(n, o):
-    found, wanted = jax.typeof(n).sharding, jax.typeof(o).sharding
-    explicit = jax.sharding.AxisType.Explicit in wanted.mesh.axis_types
-    if explicit and found != wanted:
-      n = jax.sharding.reshard(n, wanted)
+    new_sharding, old_sharding = jax.typeof(n).sharding, jax.typeof(o).sharding
+    explicit = jax.sharding.AxisType.Explicit in old_sharding.mesh.axis_types
+    if explicit and new_sharding != old_sharding:
+      n = jax.sharding.reshard(n, old_sharding)
     return jnp.where(ok, n, o)
 
   return jax.tree.map(one, new, old)
 
 
-def zero_unless(ok: jax.Array, tree: Any) -> Any:
-  """The tree where `ok`, else zeros (never `0 · NaN`)."""
-  # The zero is `ok` itself: constant zeros XLA shares with other constants of
-  # the shape, and then keeps them as an array.
+def zero_unless(ok: jax.Array, tree: chex.ArrayTree) -> chex.ArrayTree:
+  """Returns the tree if `ok`, else zeros; `where` avoids `0 · NaN`."""
+  # The zeros are made from `ok`: XLA would merge a constant zero with other
+  # constants of the same shape and then keep them in memory as an array.
   return jax.tree.map(lambda x: jnp.where(ok, x, ok.astype(x.dtype)), tree)

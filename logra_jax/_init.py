@@ -1,4 +1,4 @@
-"""`init`: a state for chains that keep one number for each coordinate."""
+"""`init`: thin optimizer states for any chain around `sketch`."""
 
 from typing import Any
 
@@ -7,15 +7,19 @@ import jax.numpy as jnp
 import optax
 
 from logra_jax import _paths, _state
+from logra_jax._targets import Target
 
 
-def _has_sketch(state: Any) -> bool:
+def _has_sketch(state: optax.OptState) -> bool:
   return bool(_state.find_states(state, _state.SketchState))
 
 
-def _owners(params: Any, plans: list[_state.Plan]) -> dict[str, Any]:
-  """What each parameter is: its Target, 'dense', 'frozen', or '' (no plan)."""
-  owners: dict[str, Any] = dict.fromkeys(_paths.flatten(params)[0], "")
+def _owners(
+    params: optax.Params, plans: list[_state.Plan]
+) -> dict[str, Target | str]:
+  """Maps a path to its Target, to 'dense' or 'frozen', or to '' (no plan)."""
+  paths = _paths.flatten(params)[0]
+  owners: dict[str, Target | str] = dict.fromkeys(paths, "")
   for plan in plans:
     owners |= {target.path: target for target in plan.targets}
     owners |= dict.fromkeys(plan.dense, "dense")
@@ -23,17 +27,19 @@ def _owners(params: Any, plans: list[_state.Plan]) -> dict[str, Any]:
   return owners
 
 
-def _thin_leaves(state: Any, owners: dict[str, Any], after: bool) -> Any:
-  """Replaces the arrays that stand for parameters by what updates have."""
+def _thin_leaves(
+    state: optax.OptState, owners: dict[str, Target | str], after: bool
+) -> optax.OptState:
+  """Gives the arrays that belong to parameters the shapes of their updates."""
   leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
   out = []
   for key_path, leaf in leaves:
     path = _paths.owner(owners, _paths.path_string(key_path))
-    owner: Any = "" if path is None else owners[path]
+    owner = "" if path is None else owners[path]
     if owner == "frozen":
       leaf = None
     elif owner:
-      if owner != "dense" and leaf.shape == owner.shape:
+      if isinstance(owner, Target) and leaf.shape == owner.shape:
         leaf = jnp.zeros(owner.thin, jnp.float32)
       if after:
         leaf = _state.Update(leaf, jnp.zeros([], jnp.float32))
@@ -41,17 +47,20 @@ def _thin_leaves(state: Any, owners: dict[str, Any], after: bool) -> Any:
   return jax.tree.unflatten(treedef, out)
 
 
-def _thin(state: Any, owners: dict[str, Any], after: bool = False) -> Any:
+def _thin(
+    state: Any, owners: dict[str, Target | str], after: bool = False
+) -> Any:
+  """Makes the states outside `sketch` thin; `after` means downstream of it."""
   if isinstance(state, _state.SketchState):
     return state
   if not _has_sketch(state):
     return _thin_leaves(state, owners, after)
   if isinstance(state, optax.PartitionState):
-    # Its transformations stand side by side, not one after the other.
+    # The transformations of a partition do not feed into each other.
     inner = {k: _thin(v, owners, after) for k, v in state.inner_states.items()}
     return state._replace(inner_states=inner)
   if isinstance(state, dict) or type(state) is tuple:
-    # A chain: what comes after `sketch` sees what `sketch` emits.
+    # In a chain, the links after `sketch` receive what `sketch` emits.
     items = state.items() if isinstance(state, dict) else enumerate(state)
     out = {}
     for name, child in items:
@@ -65,22 +74,34 @@ def _thin(state: Any, owners: dict[str, Any], after: bool = False) -> Any:
   )
 
 
-def init(tx: optax.GradientTransformation, params: Any) -> Any:
-  """`tx.init(params)` for any chain around `sketch`, with thin arrays.
+def init(
+    tx: optax.GradientTransformation, params: optax.Params
+) -> optax.OptState:
+  """Like `tx.init(params)`, but with thin arrays for the targets.
 
-  optax hands every transformation the whole parameters at `init`, so one that
-  keeps an array for each coordinate (`optax.trace`, `optax.scale_by_adam`,
-  `optax.MultiSteps`) would keep a dense one for a target. This makes the same
-  state with the shapes that updates will have: thin for targets, nothing for
-  frozen parameters. Where no such transformation stands outside
-  `sketch(inner=...)` it equals `tx.init(params)`.
+  At `init`, optax passes the full parameters to every transformation. One that
+  keeps an array of the parameters' shape (`optax.trace`,
+  `optax.scale_by_adam`, `optax.MultiSteps`) would therefore keep a dense array
+  for each target. This function makes the same state with the shapes that the
+  updates will have: thin for targets, and nothing for frozen parameters. If no
+  such transformation is used outside `sketch(inner=...)`, the result equals
+  `tx.init(params)`.
 
   Args:
-    tx: a transformation, or anything with `init`.
-    params: the parameter tree.
+    tx: A transformation, or any object with an `init` method.
+    params: The parameter tree.
 
   Returns:
-    The optimizer state; no dense array for a target is ever allocated.
+    The optimizer state. No dense array for a target is ever allocated.
+
+  Examples:
+    >>> import jax.numpy as jnp, logra_jax, optax
+    >>> params = {'q_proj': {'kernel': jnp.ones((8, 6))}}
+    >>> tx = optax.chain(
+    ...     logra_jax.sketch(rank=4, refresh=False), optax.trace(decay=0.9))
+    >>> opt_state = logra_jax.init(tx, params)
+    >>> opt_state[1].trace['q_proj']['kernel'].value.shape
+    (4, 6)
   """
 
   def make(params):

@@ -9,20 +9,23 @@ import optax
 
 from logra_jax import _finite, _state
 
-_EMA_WEIGHT = 0.3  # of the newest sampler-trainer gap
+_EMA_WEIGHT = 0.3  # weight of the newest sampler-trainer gap
 
 
 class KLBudgetState(NamedTuple):
-  """State of `kl_budget`; all but `inner` are scalars.
+  """State of `kl_budget`. All fields but `inner` are scalars.
 
   Attributes:
-    count: int32, updates so far, skipped ones included.
-    predicted: float32, predicted KL of the proposed update, nats per token.
-    budget: float32, the budget it was held against, nats per token.
-    alpha: float32, what the update was scaled by; 0 if it was skipped.
-    skipped: int32, steps skipped so far.
-    mismatch: float32, running mean of the sampler-trainer gap, nats per token.
-    inner: state of the wrapped transformation.
+    count: Number of updates so far, including skipped ones, int32.
+    predicted: KL predicted for the last proposed update, in nats per token,
+      float32.
+    budget: Budget that `predicted` was compared with, in nats per token,
+      float32.
+    alpha: Factor that scaled the last update, 0 if it was skipped, float32.
+    skipped: Number of skipped steps so far, int32.
+    mismatch: Running mean of the sampler-trainer gap, in nats per token,
+      float32.
+    inner: State of the wrapped transformation.
   """
 
   count: jax.Array
@@ -31,10 +34,11 @@ class KLBudgetState(NamedTuple):
   alpha: jax.Array
   skipped: jax.Array
   mismatch: jax.Array
-  inner: Any
+  inner: optax.OptState
 
 
 def _check_positive(name: str, value: Any) -> None:
+  """Raises ValueError unless `value` is a positive scalar, if it is known."""
   if callable(value) or isinstance(value, jax.core.Tracer):
     return
   scalar = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
@@ -46,18 +50,24 @@ def _check_positive(name: str, value: Any) -> None:
 def cosine_budget(
     init_value: float, end_value: float, steps: int
 ) -> optax.Schedule:
-  """A KL budget that falls along a half cosine, then stays.
+  """A KL budget that decays along a half cosine and then stays constant.
 
   Args:
-    init_value: budget of the first update, nats per token.
-    end_value: budget from update `steps` on, nats per token.
-    steps: updates between the two.
+    init_value: Budget of the first update, in nats per token.
+    end_value: Budget from update `steps` on, in nats per token.
+    steps: Number of updates over which the budget decays.
 
   Returns:
     A schedule for `kl_budget`. The published setting is (2e-4, 2e-5, 300).
 
   Raises:
-    ValueError: a value or the number of steps is not positive.
+    ValueError: If a value or the number of steps is not positive.
+
+  Examples:
+    >>> import logra_jax
+    >>> schedule = logra_jax.cosine_budget(2e-4, 2e-5, 300)
+    >>> [f'{float(schedule(count)):.1e}' for count in (0, 150, 300, 1000)]
+    ['2.0e-04', '1.1e-04', '2.0e-05', '2.0e-05']
   """
   _check_positive("init_value", init_value)
   _check_positive("end_value", end_value)
@@ -69,94 +79,113 @@ def cosine_budget(
 
 
 def _descend(update: Any) -> Any:
-  """Turns a direction that no learning rate has signed into a descent step."""
+  """Negates a direction to which no learning rate has been applied."""
   if not isinstance(update, _state.Update):
     return update
   return optax.tree.scale(jnp.where(update.scale > 0, -1.0, 1.0), update)
 
 
-def _mismatch_mean(mean: jax.Array, gap: Any) -> jax.Array:
-  """The running mean with a new gap; as it was where that is not finite."""
+def _mismatch_mean(mean: jax.Array, gap: jax.typing.ArrayLike) -> jax.Array:
+  """Updates the running mean with a gap, unless the result is not finite."""
   gap = jnp.maximum(jnp.asarray(gap, jnp.float32), 0.0)
   new = (1 - _EMA_WEIGHT) * mean + _EMA_WEIGHT * gap
   return jnp.where(jnp.isfinite(new), new, mean)
 
 
-def _alpha(limit: jax.Array, predicted: jax.Array, alpha_max: Any) -> jax.Array:
-  """`min(alpha_max, √(limit / predicted))`; 1 where nothing moves."""
-  # A quotient of roots, for that of huge numbers would underflow.
+def _alpha(
+    limit: jax.Array, predicted: jax.Array, alpha_max: jax.typing.ArrayLike
+) -> jax.Array:
+  """Returns `min(alpha_max, √(limit / predicted))`, or 1 if nothing moves."""
+  # Divide the roots: limit / predicted underflows for a huge prediction.
   root = jnp.sqrt(jnp.where(predicted > 0, predicted, 1.0))
   alpha = jnp.minimum(jnp.sqrt(limit) / root, alpha_max)
   return jnp.where(predicted > 0, alpha, 1.0)
 
 
-def _limit(budget: Any, count: jax.Array, mismatch: jax.Array) -> jax.Array:
-  """The budget of an update less the mismatch, but at least half of it."""
+def _limit(
+    budget: jax.typing.ArrayLike | optax.Schedule,
+    count: jax.Array,
+    mismatch: jax.Array,
+) -> jax.Array:
+  """Returns the budget less the mismatch, but at least half the budget."""
   limit = budget(count) if callable(budget) else budget
   limit = jnp.asarray(limit, jnp.float32)
   return jnp.maximum(limit - mismatch, 0.5 * limit)
 
 
 def kl_budget(
-    budget: float | optax.Schedule,
+    budget: jax.typing.ArrayLike | optax.Schedule,
     inner: optax.GradientTransformation | None = None,
     *,
-    alpha_max: float = 3.0,
+    alpha_max: jax.typing.ArrayLike = 3.0,
 ) -> optax.GradientTransformationExtraArgs:
   """Rescales an update so that the policy moves by a given KL divergence.
 
-  The KL of a step grows with its square, so with the KL predicted for the
-  proposed update (`logra_jax.kl_probe`) the whole update is scaled by::
+  The KL of a step grows with the square of the step. Given the KL predicted for
+  the proposed update (see `logra_jax.kl_probe`), the whole update is therefore
+  scaled by::
 
     α = min(alpha_max, √(budget / predicted))
 
-  It works on any update tree: after `sketch`, after any optax chain, or around
-  one given as `inner`. The form with `inner` also protects that chain's
-  moments: its state is only replaced when the step is taken.
+  It works on any tree of updates: after `sketch`, after any optax chain, or
+  around a chain given as `inner`. The form with `inner` also protects the
+  moments of that chain, whose state is only replaced if the step is taken.
 
-  | case | what happens |
+  | case | result |
   |---|---|
-  | predicted KL is 0 | α = 1 |
-  | predicted KL NaN, infinite or negative | step skipped |
-  | an update, or (with inner) a gradient, not finite | step skipped |
-  | a scheduled budget NaN or negative | step skipped |
-  | `sketch` with no learning rate after it | its direction is negated |
-  | budget infinite | α = alpha_max |
+  | the predicted KL is 0 | α = 1 |
+  | the predicted KL is NaN, infinite or negative | the step is skipped |
+  | an update or, with `inner`, a gradient is not finite | the step is skipped |
+  | a scheduled budget is NaN or negative | the step is skipped |
+  | `sketch` without a learning rate after it | its direction is negated |
+  | the budget is infinite | α = alpha_max |
 
-  A skipped step has zero updates and is counted in `skipped`; nothing in the
-  state takes part of it but the counters and diagnostics.
+  A skipped step has zero updates and is counted in `skipped`. Apart from
+  counters and diagnostics it leaves the state unchanged.
 
-  `update` takes `probe` (required), and `mismatch`: the mean log-probability
-  gap sampler minus trainer, in nats per token of completed responses. Clipped
-  at 0 it enters a running mean m (weight 0.3), and the budget becomes
-  `max(budget - m, budget / 2)`. One that is not finite leaves m as it was.
+  The `update` function takes two extra arguments by keyword. `probe` is
+  required: a function from updates to their predicted KL. `mismatch` is
+  optional: the mean log-probability gap, sampler minus trainer, in nats per
+  token of completed responses. It is clipped at 0 and enters a running mean m
+  with weight 0.3, and the budget becomes `max(budget - m, budget / 2)`. A gap
+  that is not finite leaves m unchanged.
 
   Args:
-    budget: KL per update in nats per generated token, or a schedule of it over
-      the update count.
-    inner: transformation whose updates are scaled; default none.
-    alpha_max: largest factor.
+    budget: KL per update, in nats per generated token, or a schedule of it
+      over the update count.
+    inner: Transformation whose updates are scaled. None scales the updates
+      that are passed in.
+    alpha_max: Upper bound of α.
 
   Returns:
-    An optax transformation; its state is a `KLBudgetState`.
+    An optax transformation whose state is a `KLBudgetState`.
 
   Raises:
-    ValueError: at construction if budget or alpha_max is not positive; in
-      `update` if probe is missing.
+    ValueError: If `budget` or `alpha_max` is not positive, or, from `update`,
+      if `probe` is missing.
 
   Examples:
-    >>> import logra_jax, optax
-    >>> tx = optax.chain(optax.adamw(1e-5), logra_jax.kl_budget(1e-3))
-    >>> guarded = logra_jax.kl_budget(1e-3, optax.adamw(1e-5))
+    >>> import jax.numpy as jnp, logra_jax, optax
+    >>> tx = optax.chain(optax.sgd(1.0), logra_jax.kl_budget(1e-3))
+    >>> params = {'w': jnp.array([2.0])}
+    >>> updates, opt_state = tx.update(
+    ...     params, tx.init(params), params, probe=lambda updates: 4e-3)
+    >>> print(updates['w'], opt_state[-1].alpha)
+    [-1.] 0.5
 
-  Reference: arXiv 2610.06647.
+    To protect the moments of the optimizer as well, pass it as `inner`:
+
+    >>> tx = logra_jax.kl_budget(1e-3, optax.adamw(1e-5))
+
+  References:
+    LoGRA, arXiv 2610.06647.
   """
   _check_positive("budget", budget)
   _check_positive("alpha_max", alpha_max)
   wrapped = optax.with_extra_args_support(inner or optax.identity())
 
   def init_fn(params):
-    # Each field has a buffer of its own, so that the state can be donated.
+    # Every field gets its own buffer, so that the state can be donated.
     return KLBudgetState(
         count=jnp.zeros([], jnp.int32),
         predicted=jnp.zeros([], jnp.float32),
@@ -180,7 +209,8 @@ def kl_budget(
         updates, state.inner, params, probe=probe, **extra_args
     )
     proposed = jax.tree.map(_descend, proposed, is_leaf=_state.is_update)
-    # Made once: the step is what the probe saw, and the gradients can go.
+    # Without the barrier XLA would compute the update twice, for the probe and
+    # for the step, and keep the gradients in memory in between.
     proposed = jax.lax.optimization_barrier(proposed)
     predicted = jnp.asarray(probe(proposed), jnp.float32)
     ok &= _finite.all_finite(proposed)
@@ -188,7 +218,7 @@ def kl_budget(
     ok &= jnp.isfinite(predicted) & (predicted >= 0)
     ema = _mismatch_mean(state.mismatch, mismatch)
     limit = _limit(budget, state.count, ema)
-    ok &= limit >= 0  # a schedule may go wrong as well
+    ok &= limit >= 0  # False also for a schedule that returns NaN
     alpha = jnp.where(ok, _alpha(limit, predicted, alpha_max), 0.0)
     scaled = optax.tree.scale(alpha, _finite.zero_unless(ok, proposed))
     return scaled, KLBudgetState(

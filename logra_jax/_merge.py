@@ -6,18 +6,21 @@ import zlib
 import jax
 from jax import lax
 import jax.numpy as jnp
+import optax
 
 from logra_jax import _paths, _state
 from logra_jax._targets import Target
 
 
-def _round_to(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
-  """Casts float32 `x`; to bfloat16 stochastically, unbiased.
+def _round_to(
+    x: jax.Array, dtype: jax.typing.DTypeLike, key: jax.Array
+) -> jax.Array:
+  """Casts `x`, with unbiased stochastic rounding if `dtype` is bfloat16.
 
-  bfloat16 is the upper half of a float32: adding 16 random bits below and
-  cutting there rounds up with probability equal to the remainder. A number
-  that bfloat16 holds is never changed; one near the largest finite number is
-  rounded to nearest, so that none becomes infinite by chance.
+  bfloat16 is the upper half of float32. Adding 16 random bits to the lower half
+  and then cutting it off rounds up with a probability equal to the remainder. A
+  number that bfloat16 can represent never changes. A number near the largest
+  finite one is rounded to nearest, so that it does not become infinite.
   """
   if dtype != jnp.bfloat16:
     return x.astype(dtype)
@@ -32,9 +35,14 @@ def _round_to(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
 
 
 def _merge_one(
-    kernel, factor, decay, key_data, round_key, target: Target
+    kernel: jax.Array,
+    factor: jax.Array,
+    decay: jax.Array,
+    key_data: jax.Array,
+    round_key: jax.Array,
+    target: Target,
 ) -> jax.Array:
-  """`W + Aᵀ D + decay · W` of one matrix, in float32, then cast."""
+  """Computes `(1 + decay) W + Aᵀ D` of one matrix in float32, then casts."""
   basis = target.basis(key_data)
   # [d_in, d_out] = [rank, d_in]ᵀ @ [rank, d_out]
   delta = jnp.einsum(
@@ -46,12 +54,17 @@ def _merge_one(
 
 
 def _merge(
-    kernel, factor, decay, key_data, round_key, target: Target
+    kernel: jax.Array,
+    factor: jax.Array,
+    decay: jax.Array,
+    key_data: jax.Array,
+    round_key: jax.Array,
+    target: Target,
 ) -> jax.Array:
   """Merges a stack of matrices one after the other, in place.
 
-  A loop that writes into the stack, rather than one that returns a new stack,
-  is what lets the compiler reuse the donated weights.
+  The loop writes into the stack instead of returning a new one, so that the
+  compiler can reuse the memory of the donated weights.
   """
   if not target.batch:
     return _merge_one(kernel, factor, decay, key_data, round_key, target)
@@ -69,33 +82,50 @@ def _merge(
   return lax.fori_loop(0, stack.shape[0], body, stack).reshape(kernel.shape)
 
 
-def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
-  """Adds updates to parameters: `W ← W + Aᵀ D` for targets.
+def apply_updates(
+    params: optax.Params, updates: optax.Updates, opt_state: optax.OptState
+) -> optax.Params:
+  """Applies updates to the parameters: `W ← W + Aᵀ D` for targets.
 
-  Like `optax.apply_updates`, with thin updates merged. Factors are rounded to
-  `factor_dtype` (see `sketch`), the sum is made in float32 and cast to the
-  parameter's dtype. A bfloat16 parameter is rounded stochastically, without
-  bias: rounded to nearest, steps smaller than half a unit in the last place
-  would all be lost. The rounding is a function of (seed, update count, path);
-  a chain without any count repeats its noise, so have `sketch` or `kl_budget`
-  in it.
+  Like `optax.apply_updates`, but it also merges thin updates. Factors are
+  rounded to `factor_dtype` (see `sketch`), and the sum is computed in float32
+  and cast to the dtype of the parameter. A bfloat16 parameter is rounded
+  stochastically, without bias, because rounding to nearest would lose every
+  step smaller than half a unit in the last place. The noise is a function of
+  (seed, update count, path). A chain without any counter would repeat it, so
+  the chain should contain `sketch` or `kl_budget`.
 
   Args:
-    params: the parameter tree, in any float dtypes.
-    updates: what `tx.update` returned, with `sketch` in `tx` or not.
-    opt_state: the state that the same `tx.update` returned.
+    params: The parameter tree, in any float dtypes.
+    updates: The updates returned by `tx.update`; `tx` need not contain
+      `sketch`.
+    opt_state: The state returned by the same `tx.update`.
 
   Returns:
-    The new parameters; structure, shapes and dtypes are those of `params`.
+    The new parameters, with the structure, shapes and dtypes of `params`.
 
   Raises:
-    ValueError: updates is not what `tx.update` returns for such parameters.
+    ValueError: If `updates` does not fit `params` or the targets in
+      `opt_state`.
+
+  Examples:
+    >>> import jax.numpy as jnp, logra_jax, optax
+    >>> params = {'q_proj': {'kernel': jnp.zeros((8, 6))}}
+    >>> tx = optax.chain(
+    ...     logra_jax.sketch(rank=4), optax.scale_by_learning_rate(1e-3))
+    >>> grads = {'q_proj': {'kernel': jnp.ones((4, 6))}}
+    >>> updates, opt_state = tx.update(grads, tx.init(params), params)
+    >>> updates['q_proj']['kernel'].value.shape
+    (4, 6)
+    >>> new_params = logra_jax.apply_updates(params, updates, opt_state)
+    >>> new_params['q_proj']['kernel'].shape
+    (8, 6)
   """
   flat, treedef = _paths.flatten(params)
   flat_updates, _ = _paths.flatten(updates, is_leaf=_state.is_update)
   targets: dict[str, Any] = {}
   for state in _state.find_states(opt_state, _state.SketchState):
-    last = state.count - 1  # `update` has counted the step being merged
+    last = state.count - 1  # `update` has already counted this step
     keys = state.keys(last)
     targets |= {t.path: (t, keys[t.path], state) for t in state.plan.targets}
   rounding = _rounding_key(opt_state)
@@ -103,8 +133,8 @@ def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
   for path, leaf in flat.items():
     if path not in flat_updates:
       raise ValueError(
-          f"updates has nothing at {path!r}; it must have the same structure as"
-          " params: pass what tx.update returned"
+          f"updates has no entry at {path!r}; it must have the same structure"
+          " as params: pass what tx.update returned"
       )
     update = flat_updates[path]
     round_key = jax.random.fold_in(rounding, zlib.crc32(path.encode()))
@@ -113,7 +143,7 @@ def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
       if not isinstance(update, _state.Update):
         raise ValueError(
             f"updates has {type(update).__name__} at the target {path!r}, which"
-            " is no logra_jax.Update; pass what tx.update returned"
+            " is not a logra_jax.Update; pass what tx.update returned"
         )
       factor = update.value.astype(state.plan.factor_dtype)
       factor = factor.astype(jnp.float32)
@@ -128,12 +158,12 @@ def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
   return jax.tree.unflatten(treedef, merged)
 
 
-def _rounding_key(opt_state: Any) -> jax.Array:
-  """A key of all seeds and counts in the state: new noise for every update."""
+def _rounding_key(opt_state: optax.OptState) -> jax.Array:
+  """Derives a key from all seeds and counters: new noise for every update."""
   key = jax.random.key(0, impl="threefry2x32")
   for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
     name = _paths.path_string(path).split("/")[-1]
-    # A parameter may bear such a name too; its moments are no counters.
+    # A parameter can have such a name too, but its moments are not counters.
     counts = leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)
     if counts and name in ("seed", "count", "gradient_step"):
       key = jax.random.fold_in(key, leaf)

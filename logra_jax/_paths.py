@@ -1,15 +1,15 @@
-"""Parameter paths as strings, and trees taken apart by path."""
+"""Parameter paths as strings, and trees as dicts from path to leaf."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import re
 from typing import Any
 
+import chex
 import jax
-
-PyTree = Any
 
 
 def _part(entry: Any) -> str:
+  """Returns the key, attribute name or index of one entry of a key path."""
   for name in ("key", "name", "idx"):
     if hasattr(entry, name):
       return str(getattr(entry, name))
@@ -17,10 +17,10 @@ def _part(entry: Any) -> str:
 
 
 def path_string(path: tuple[Any, ...]) -> str:
-  """`layers/q_proj/kernel` for a key path of `jax.tree_util`.
+  """Formats a key path of `jax.tree_util` as `layers/q_proj/kernel`.
 
-  A trailing `value` (the field in which boxed and NNX parameters hold their
-  array) is no part of the name.
+  A trailing `value`, the field in which boxed and NNX parameters hold their
+  array, is dropped.
   """
   parts = [_part(entry) for entry in path]
   if len(parts) > 1 and parts[-1] in ("value", "raw_value"):
@@ -29,44 +29,44 @@ def path_string(path: tuple[Any, ...]) -> str:
 
 
 def flatten(
-    tree: PyTree, is_leaf: Any = None
+    tree: chex.ArrayTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
-  """Leaves by path, in the tree's order, and the tree's structure."""
+  """Returns the leaves by path, in the tree's order, and its structure."""
   leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
   flat = {path_string(path): leaf for path, leaf in leaves}
   if len(flat) != len(leaves):
     raise ValueError(
-        "two parameters have the same path; give every parameter its own:"
+        "two parameters have the same path; give every parameter its own path:"
         f" {sorted(path_string(path) for path, _ in leaves)}"
     )
   return flat, treedef
 
 
 def owner(paths: Iterable[str], where: str) -> str | None:
-  """The parameter whose path ends a state's path: the longest such path."""
+  """Returns the longest parameter path that the path of a state ends with."""
   ends = (path for path in paths if f"/{where}".endswith(f"/{path}"))
   return max(ends, key=len, default=None)
 
 
 def first_match(patterns: Iterable[str], path: str) -> str | None:
-  """The first regular expression that matches the whole path."""
+  """Returns the first regular expression that matches the whole path."""
   return next((p for p in patterns if re.fullmatch(p, path)), None)
 
 
-def check_patterns(argument: str, patterns: Any) -> None:
-  """Raises ValueError for a pattern that is no regular expression."""
+def check_patterns(argument: str, patterns: Iterable[Any]) -> None:
+  """Raises ValueError for a pattern that is not a regular expression."""
   for pattern in patterns:
     if not isinstance(pattern, str):
       raise ValueError(
-          f"{argument} has {pattern!r}, which is no string; use regular"
-          " expressions over parameter paths, as '.*/q_proj/kernel'"
+          f"{argument} has {pattern!r}, which is not a string; use regular"
+          " expressions over parameter paths, such as '.*/q_proj/kernel'"
       )
     try:
       re.compile(pattern)
     except re.error as error:
       raise ValueError(
-          f"{argument} has {pattern!r}, which is no regular expression:"
-          f" {error}"
+          f"{argument} has {pattern!r}, which is not a valid regular"
+          f" expression: {error}"
       ) from error
 
 
@@ -79,6 +79,6 @@ def check_all_match(
     if not any(re.fullmatch(pattern, path) for path in paths):
       shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")
       raise ValueError(
-          f"{argument}={pattern!r} matches no parameter; it must match a"
-          f" whole path, and there are: {shown or 'none'}"
+          f"{argument}={pattern!r} matches no parameter; it must match one of"
+          f" these paths as a whole: {shown or '(none)'}"
       )

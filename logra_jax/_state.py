@@ -1,4 +1,4 @@
-"""The optimizer state of `sketch`, and what the other calls read from it."""
+"""The optimizer state of `sketch`, and the parameter tree it implies."""
 
 from collections.abc import Callable
 import dataclasses
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from logra_jax import _paths
 from logra_jax._dense import SketchedKernel
@@ -15,45 +16,46 @@ from logra_jax._targets import Target
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Update:
-  """The update of one parameter, as `sketch` emits it.
+  """The update of one parameter, as emitted by `sketch`.
 
-  A pytree of two arrays, so that whatever scales updates scales all of it: for
-  a target `ΔW = Aᵀ · value + weight_decay · scale · W`, and `value` itself for
-  a densely trained parameter.
+  It is a pytree of two arrays, so that any transformation that scales updates
+  scales both. For a target it represents
+  `ΔW = Aᵀ · value + weight_decay · scale · W`, and for a densely trained
+  parameter `value` itself.
 
   Attributes:
-    value: `[*batch, rank, d_out]` float32 for a target (the factor), else of
-      the parameter's shape.
-    scale: float32 scalar, 1 as emitted: the product of all that has scaled the
-      update since. It makes weight decay decoupled (`learning rate · decay`),
-      and its sign tells whether a learning rate has turned the direction into
-      a descent step. Without weight decay only the sign counts, and it is
-      emitted as `UNSEEN`.
+    value: The factor `[*batch, rank, d_out]` float32 for a target; otherwise an
+      array of the parameter's shape.
+    scale: float32 scalar, emitted as 1: the product of all factors that have
+      scaled the update since. It makes weight decay decoupled (learning rate
+      times decay), and its sign tells whether a learning rate has turned the
+      direction into a descent step. Without weight decay only its sign is used,
+      and it is emitted as 2⁻⁴⁰ so as not to affect norms of updates.
   """
 
   value: jax.Array
   scale: jax.Array
 
 
-# A scale too small for norms of updates to notice, far from underflow.
+# A scale that is too small to affect norms of updates, but far from underflow.
 UNSEEN = 2.0**-40
 
 
 def is_update(x: Any) -> bool:
-  """Leaf predicate of update trees: `Update`, or None where frozen."""
+  """Leaf predicate of update trees: an `Update`, or None if frozen."""
   return x is None or isinstance(x, Update)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What `sketch.init` decided; static.
+  """Static decisions made by the `init` function of `sketch`.
 
   Attributes:
-    targets: the sketched kernels, in the tree's order.
-    dense: paths trained by the nested optimizer.
-    frozen: paths that are not trained.
-    refresh: whether every update has its own basis.
-    factor_dtype: name of the dtype factors are rounded to before the merge.
+    targets: The sketched kernels, in the order of the parameter tree.
+    dense: Paths of the parameters trained by the nested optimizer.
+    frozen: Paths of the parameters that are not trained.
+    refresh: Whether every update has its own basis.
+    factor_dtype: Name of the dtype that factors are rounded to in the merge.
   """
 
   targets: tuple[Target, ...]
@@ -66,57 +68,62 @@ class Plan:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
-  """A plan as a pytree without leaves, so that states hold arrays only."""
+  """A plan as a pytree without leaves, so that states hold only arrays."""
 
   plan: Plan
 
 
 class SketchState(NamedTuple):
-  """State of `sketch`. Its leaves are arrays, none of a kernel's shape.
+  """State of `sketch`. Its leaves are arrays, none of them a dense kernel.
 
   Attributes:
-    count: int32 scalar, updates so far; the basis is a function of it.
-    seed: uint32 scalar.
-    weight_decay: float32 scalar.
-    skipped: int32 scalar, steps skipped for a gradient that was not finite.
-    inner: state of the transformation of the thin arrays.
-    others: state of the nested optimizer.
-    static: what is fixed at `init`; has no leaves.
+    count: Number of updates so far, int32 scalar. It determines the basis.
+    seed: Random seed of the bases, uint32 scalar.
+    weight_decay: Weight decay of the targets, float32 scalar.
+    skipped: Number of steps skipped because a gradient, the update or a moment
+      was not finite, int32 scalar.
+    inner: State of the transformation of the sketches.
+    others: State of the nested optimizer.
+    static: The plan that was fixed by `init`; it has no leaves.
   """
 
   count: jax.Array
   seed: jax.Array
   weight_decay: jax.Array
   skipped: jax.Array
-  inner: Any
-  others: Any
+  inner: optax.OptState
+  others: optax.OptState
   static: Static
 
   @property
   def plan(self) -> Plan:
+    """What is sketched, trained densely, and frozen."""
     return self.static.plan
 
   def keys(self, count: jax.Array) -> dict[str, jax.Array]:
-    """Key data of every target's basis at an update count, by path."""
+    """Returns the key data of every target's basis at `count`, by path."""
     count = count if self.plan.refresh else jnp.zeros_like(count)
     return {t.path: t.key(self.seed, count) for t in self.plan.targets}
 
 
-def find_states(opt_state: Any, kind: type | tuple[type, ...]) -> list[Any]:
-  """All states of a kind (or several), wherever chains have put them."""
+def find_states(
+    opt_state: optax.OptState, kind: type | tuple[type, ...]
+) -> list[Any]:
+  """Returns all states of the given types, however deeply nested."""
   is_kind = lambda x: isinstance(x, kind)
   return [s for s in jax.tree.leaves(opt_state, is_leaf=is_kind) if is_kind(s)]
 
 
 class View:
-  """A parameter tree split into what is differentiated and what is not.
+  """A parameter tree, split into differentiated and constant arrays.
 
-  `free` holds, by path, what the loss is differentiated by: the slot of a
-  target's sketch, zeros, or the parameter itself where it is trained densely.
-  `tree(free)` is the tree the model gets.
+  `free()` returns, by path, the arrays that the loss is differentiated with
+  respect to: for a target the zeros in the slot of its sketch, and for a
+  densely trained parameter the parameter itself. `tree(free)` returns the tree
+  for the model.
   """
 
-  def __init__(self, params: Any, opt_state: Any):
+  def __init__(self, params: optax.Params, opt_state: optax.OptState):
     self._flat, self._treedef = _paths.flatten(params)
     self.targets: dict[str, tuple[Target, jax.Array, SketchState]] = {}
     frozen: set[str] = set()
@@ -133,20 +140,22 @@ class View:
     ]
 
   def _check(self) -> None:
+    """Raises ValueError unless the parameters fit the optimizer state."""
     for path, (target, _, _) in self.targets.items():
       shape = getattr(self._flat.get(path), "shape", None)
       if shape != target.shape:
         raise ValueError(
-            f"params has shape {shape} at {path!r} where opt_state was made"
-            f" for {target.shape}; make opt_state by tx.init(params) with the"
+            f"params has shape {shape} at {path!r}, but opt_state was made for"
+            f" {target.shape}; make opt_state with tx.init(params) from the"
             " same parameter tree"
         )
 
   def owner(self, where: str) -> str | None:
-    """The parameter that an optimizer state's path belongs to."""
+    """Returns the parameter to which a path in the optimizer state belongs."""
     return _paths.owner(self._flat, where)
 
-  def free(self) -> dict[str, Any]:
+  def free(self) -> dict[str, jax.Array]:
+    """Returns the arrays to differentiate with respect to, by path."""
     thin = lambda target: jnp.zeros(target.thin, jnp.float32)
     return {
         path: thin(self.targets[path][0])
@@ -155,8 +164,8 @@ class View:
         for path in self.trained
     }
 
-  def tree(self, free: dict[str, Any]) -> Any:
-    """The parameter tree for reverse mode, with `free` put in."""
+  def tree(self, free: dict[str, jax.Array]) -> optax.Params:
+    """Returns the parameter tree for reverse mode, with `free` inserted."""
 
     def node(path):
       target, key, _ = self.targets[path]
@@ -164,15 +173,18 @@ class View:
 
     return self._tree(free, node)
 
-  def perturbation(
-      self, updates: Any
-  ) -> tuple[Callable[[dict], Any], dict[str, Any], dict[str, Any]]:
-    """The parameters along the direction `updates`, for forward mode.
+  def perturbation(self, updates: optax.Updates) -> tuple[
+      Callable[[dict[str, jax.Array]], optax.Params],
+      dict[str, jax.Array],
+      dict[str, jax.Array],
+  ]:
+    """Returns the parameters along the direction `updates`, for forward mode.
 
     Returns:
-      A function of values by path that gives the tree for the model, and the
-      values' primals and tangents. Of a target the value is only how much of
-      its update is taken, so that no second thin array is in memory.
+      A function from values by path to the tree for the model, the primals of
+      these values, and their tangents. The value of a target is just the
+      fraction of its update that is taken, `[*batch]`, so that no second thin
+      array is in memory.
     """
     flat, _ = _paths.flatten(updates, is_leaf=is_update)
     moved = {p: flat[p] for p in self.trained if flat[p] is not None}
@@ -206,8 +218,12 @@ class View:
 
     return tree, primals, tangents
 
-  def _tree(self, free: dict[str, Any], node: Callable[[str], Any]) -> Any:
-    """The parameters with `free` put in, targets by `node(path)`."""
+  def _tree(
+      self,
+      free: dict[str, jax.Array],
+      node: Callable[[str], SketchedKernel],
+  ) -> optax.Params:
+    """Returns the parameters with `free` inserted, targets as `node(path)`."""
     leaves = []
     for path, leaf in self._flat.items():
       if path in free:
@@ -216,7 +232,7 @@ class View:
     return jax.tree.unflatten(self._treedef, leaves)
 
   def like_params(self, by_path: dict[str, Any]) -> Any:
-    """A tree of the parameters' structure; None where a path is missing."""
+    """Returns a tree with the structure of params, None for missing paths."""
     return jax.tree.unflatten(
         self._treedef, [by_path.get(path) for path in self._flat]
     )

@@ -1,34 +1,35 @@
-"""Which parameters are sketched, and what each of their axes is."""
+"""Which parameters are sketched, and the roles of their axes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import math
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from logra_jax import _basis, _paths
 
-# The seven projections of a transformer layer.
+# The kernels of the seven projections in a transformer layer.
 DEFAULT_TARGETS = r"(.*/)?(q|k|v|o|gate|up|down)_proj/kernel"
 
-Rank = int | Mapping[str, int]
-Targets = str | Sequence[str] | Mapping[str, str]
+Rank: TypeAlias = int | Mapping[str, int]
+Targets: TypeAlias = str | Sequence[str] | Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-  """One sketched kernel `[*batch, *in, *out]`; static and hashable.
+  """Static, hashable description of one sketched kernel `[*batch, *in, *out]`.
 
   Attributes:
-    path: path of the kernel in the parameter tree.
-    batch: sizes of the leading axes that stack matrices (layers, experts).
-    inputs: sizes of the axes contracted with the layer's input.
-    outputs: sizes of the axes the layer's output gets.
-    rank: rows of the basis, at most `d_in`.
-    distribution: a name in `_basis.DISTRIBUTIONS`.
+    path: Path of the kernel in the parameter tree.
+    batch: Sizes of the leading axes, which stack matrices (layers, experts).
+    inputs: Sizes of the axes that are contracted with the input of the layer.
+    outputs: Sizes of the axes that the output of the layer has.
+    rank: Number of rows of the basis, at most `d_in`.
+    distribution: A name in `_basis.DISTRIBUTIONS`.
   """
 
   path: str
@@ -40,14 +41,17 @@ class Target:
 
   @property
   def d_in(self) -> int:
+    """Input size of each matrix."""
     return math.prod(self.inputs)
 
   @property
   def d_out(self) -> int:
+    """Output size of each matrix."""
     return math.prod(self.outputs)
 
   @property
   def shape(self) -> tuple[int, ...]:
+    """Shape of the kernel."""
     return self.batch + self.inputs + self.outputs
 
   @property
@@ -56,18 +60,23 @@ class Target:
     return (*self.batch, self.rank, self.d_out)
 
   def key(self, seed: jax.Array, count: jax.Array) -> jax.Array:
+    """Returns the key data of the basis, `[*batch, 2]` uint32."""
     return _basis.target_key(seed, count, self.path, self.batch)
 
   def basis(self, key_data: jax.Array) -> jax.Array:
+    """Draws the basis `A [*batch, rank, d_in]` float32."""
     return _basis.draw(key_data, self.rank, self.d_in, self.distribution)
 
 
 def check_rank(rank: Any) -> None:
-  """Raises ValueError unless rank is a positive int or a mapping to such."""
+  """Raises ValueError unless `rank` is a positive int or a mapping to them."""
   if isinstance(rank, Mapping):
     _paths.check_patterns("rank", rank)
     if not rank:
-      raise ValueError("rank={} names no target; map patterns to ints")
+      raise ValueError(
+          "rank={} names no target; map path patterns to ints, such as"
+          " {'.*': 256}"
+      )
     ranks = list(rank.values())
   else:
     ranks = [rank]
@@ -75,17 +84,17 @@ def check_rank(rank: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
       raise ValueError(
           f"rank={value!r} must be a positive Python int, or a mapping from"
-          " path patterns to such (under optax.inject_hyperparams name it in"
-          " static_args)"
+          " path patterns to such ints (with optax.inject_hyperparams, list it"
+          " in static_args)"
       )
 
 
-def layouts(targets: Any) -> dict[str, str]:
-  """`targets` as a mapping from pattern to layout ('' where not given).
+def layouts(targets: Targets) -> dict[str, str]:
+  """Returns `targets` as a dict from pattern to layout, '' if not given.
 
   Raises:
-    ValueError: no pattern, a broken one, or a layout that is not some `b`
-      (batch), then `i` (input), then `o` (output) axes.
+    ValueError: If there is no pattern, if one is invalid, or if a layout is not
+      a sequence of `b` (batch), then `i` (input), then `o` (output) axes.
   """
   if isinstance(targets, str):
     targets = {targets: ""}
@@ -102,15 +111,15 @@ def layouts(targets: Any) -> dict[str, str]:
   for pattern, layout in targets.items():
     if layout and not re.fullmatch("b*i+o+", layout):
       raise ValueError(
-          f"targets[{pattern!r}]={layout!r} is no layout; write one letter an"
-          " axis: b (batch: layers, experts), i (input), o (output), as 'io'"
-          " or 'bioo'"
+          f"targets[{pattern!r}]={layout!r} is not a layout; write one letter"
+          " per axis: b (batch: layers, experts), i (input), o (output), such"
+          " as 'io' or 'bioo'"
       )
   return dict(targets)
 
 
 def _axes(path: str, leaf: Any, layout: str) -> tuple[int, int, int]:
-  """Numbers of batch, input and output axes; validates the leaf."""
+  """Validates a leaf and counts its batch, input and output axes."""
   if not jnp.issubdtype(leaf.dtype, jnp.floating):
     raise ValueError(
         f"target {path!r} has dtype {leaf.dtype}; only floating-point kernels"
@@ -120,7 +129,7 @@ def _axes(path: str, leaf: Any, layout: str) -> tuple[int, int, int]:
   if len(layout) != leaf.ndim:
     raise ValueError(
         f"target {path!r} has shape {tuple(leaf.shape)}, which does not fit"
-        f" the layout {layout!r}; give one letter (b, i or o) an axis, or"
+        f" the layout {layout!r}; give one letter (b, i or o) per axis, or"
         " leave it out of targets"
     )
   if 0 in leaf.shape:
@@ -132,20 +141,24 @@ def _axes(path: str, leaf: Any, layout: str) -> tuple[int, int, int]:
 
 
 def resolve(
-    params: Any, targets: dict[str, str], rank: Rank, distribution: str
+    params: optax.Params,
+    targets: dict[str, str],
+    rank: Rank,
+    distribution: str,
 ) -> tuple[Target, ...]:
-  """Finds the targets in `params`, in the tree's order.
+  """Finds the targets in `params`, in the order of the tree.
 
-  A rank above a kernel's `d_in` is clipped to `d_in`: more rows than that
+  A rank above the `d_in` of a kernel is clipped to `d_in`, since more rows
   cannot carry more of the gradient.
 
   Raises:
-    ValueError: a pattern (of `targets` or of `rank`) that matches nothing, a
-      target without a rank, an integer kernel, a layout that does not fit.
+    ValueError: If a pattern (of `targets` or of `rank`) matches nothing, if a
+      target has no rank, an integer dtype or no elements, or if its layout does
+      not fit.
   """
   flat, _ = _paths.flatten(params)
   _paths.check_all_match("targets", targets, flat)
-  found = []
+  resolved = []
   for path, leaf in flat.items():
     pattern = _paths.first_match(targets, path)
     if pattern is None:
@@ -155,13 +168,14 @@ def resolve(
       named = _paths.first_match(rank, path)
       if named is None:
         raise ValueError(
-            f"rank has no pattern for the target {path!r}; add one, as '.*'"
+            f"rank has no pattern for the target {path!r}; add one, such as"
+            " '.*'"
         )
       target_rank = rank[named]
     else:
       target_rank = rank
     inputs = tuple(leaf.shape[n_batch : n_batch + n_in])
-    found.append(
+    resolved.append(
         Target(
             path=path,
             batch=tuple(leaf.shape[:n_batch]),
@@ -172,5 +186,5 @@ def resolve(
         )
     )
   if isinstance(rank, Mapping):
-    _paths.check_all_match("rank", rank, [t.path for t in found])
-  return tuple(found)
+    _paths.check_all_match("rank", rank, [t.path for t in resolved])
+  return tuple(resolved)

@@ -59,14 +59,14 @@ def test_rank_mapping():
         ({"factor_dtype": jnp.int8}, "factor_dtype=.*int8.* float dtype"),
         ({"targets": []}, "targets is empty; name at least one"),
         ({"targets": None}, "targets=None.*must be"),
-        ({"targets": [3]}, "targets has 3, which is no string"),
-        ({"targets": "(q"}, r"targets has '\(q', which is no regular"),
+        ({"targets": [3]}, "targets has 3, which is not a string"),
+        ({"targets": "(q"}, r"targets has '\(q', which is not a valid regular"),
         (
             {"targets": {".*": "oi"}},
-            r"targets\['\.\*'\]='oi' is no layout.*b \(batch",
+            r"targets\['\.\*'\]='oi' is not a layout.*b \(batch",
         ),
-        ({"targets": {".*": "io2"}}, "'io2' is no layout"),
-        ({"targets": {".*": "bi"}}, "'bi' is no layout"),
+        ({"targets": {".*": "io2"}}, "'io2' is not a layout"),
+        ({"targets": {".*": "bi"}}, "'bi' is not a layout"),
         ({"others": "adam"}, "others.*'adam'.* must be an optax optimizer"),
         ({"others": {".*": 3}}, r"others\['\.\*'\]=3 must be an optax"),
         (
@@ -158,7 +158,9 @@ def test_parameters_that_do_not_fit_the_state():
   tx = logra_jax.sketch(rank=2)
   state = tx.init(params())
   other = toy.tree(SHAPES | {"layers/q_proj/kernel": (2, 8, 7)})
-  match = r"\(2, 8, 7\) at 'layers/q_proj/kernel' .*\(2, 8, 6\); make opt_state"
+  match = (
+      r"\(2, 8, 7\) at 'layers/q_proj/kernel', .*\(2, 8, 6\); make opt_state"
+  )
   with pytest.raises(ValueError, match=match):
     logra_jax.value_and_grad(loss)(other, state, jnp.ones((3, 8)))
   with pytest.raises(ValueError, match="shape None at 'layers/q_proj/kernel'"):
