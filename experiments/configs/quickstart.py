@@ -236,7 +236,11 @@ def _evaluate() -> ml_collections.ConfigDict:
 
 
 def _checkpoint() -> ml_collections.ConfigDict:
-  """When a run is saved, besides at its end and at a new best evaluation."""
+  """When checkpoints are saved.
+
+  A run is also saved at its end, when it is interrupted, and when its held-out
+  accuracy is the best so far.
+  """
   checkpoint = ml_collections.ConfigDict()
   # Save a checkpoint every this many updates; 0 saves only by `minutes` and at
   # the end.
@@ -250,7 +254,7 @@ def _checkpoint() -> ml_collections.ConfigDict:
 
 
 def _log() -> ml_collections.ConfigDict:
-  """Where metrics go, besides `metrics.jsonl`; see docs/metrics.md."""
+  """Where metrics go in addition to `metrics.jsonl`; see docs/metrics.md."""
   log = ml_collections.ConfigDict()
   log.tensorboard = True  # Write TensorBoard events to the workdir.
   log.wandb = ""  # Project at Weights & Biases; '' means none.

@@ -1,4 +1,8 @@
-"""Rewards of responses: weighted parts, scored with a time limit."""
+"""Rewards of responses: weighted parts, scored with a time limit.
+
+Entry points: `RewardWorkers` and, for responses that were cut off, `overlong`.
+May import `tasks` and what lies below it.
+"""
 
 from experiments.rewards.parts import BadReward, Rewards
 from experiments.rewards.workers import RewardWorkers, Scores

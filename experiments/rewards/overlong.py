@@ -1,11 +1,14 @@
-"""What to do with responses that the limit of tokens cut off.
+"""Decides how responses that were cut off at the token limit count.
 
-Their reward says little: the answer had not come yet. Axis letter: B responses.
+Their reward says little, because the answer had not come yet.
+
+Axis letter: B responses.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 KINDS = ("keep", "mask", "filter", "penalty")
 
@@ -15,8 +18,8 @@ class Overlong(NamedTuple):
 
   Attributes:
     rewards: `[B]` float32.
-    in_loss: `[B]` bool, `kept` of `losses.Loss.weights`.
-    in_baseline: `[B]` bool, `counted` of `losses.Loss.advantages`.
+    in_loss: `[B]` bool, the `kept` of `losses.Loss.weights`.
+    in_baseline: `[B]` bool, the `counted` of `losses.Loss.advantages`.
   """
 
   rewards: np.ndarray
@@ -25,7 +28,7 @@ class Overlong(NamedTuple):
 
 
 def check(kind: str, max_new_tokens: int, buffer: int) -> None:
-  """Raises ValueError for a kind that is none or a buffer out of range."""
+  """Raises ValueError for an unknown kind or a buffer out of range."""
   if kind not in KINDS:
     raise ValueError(
         f"overlong must be one of {', '.join(KINDS)}, got {kind!r}"
@@ -38,42 +41,42 @@ def check(kind: str, max_new_tokens: int, buffer: int) -> None:
 
 
 def treat(
-    rewards: Any,
-    lengths: Any,
-    finished: Any,
+    rewards: ArrayLike,
+    lengths: ArrayLike,
+    finished: ArrayLike,
     *,
     kind: str,
     max_new_tokens: int,
     buffer: int = 0,
 ) -> Overlong:
-  """Changes rewards, or takes responses out.
+  """Lowers the rewards of long responses, or leaves out unfinished ones.
 
   | kind | unfinished responses |
   |---|---|
-  | keep | are responses like others |
-  | mask | are not in the loss, and stay in the baseline |
-  | filter | are in neither, as if they had not been sampled |
-  | penalty | are like others; the last `buffer` tokens before the limit cost |
+  | keep | count like all others |
+  | mask | are left out of the loss, but stay in the baseline |
+  | filter | are left out of both, as if they had not been sampled |
+  | penalty | count like all others, but long responses lose reward |
 
-  The penalty is the soft overlong punishment of DAPO, arXiv:2503.14476, eq. 13:
-  nothing up to `max_new_tokens - buffer` tokens, from there on linear, 1 at the
-  limit. It is for the length, whether the response finished or not. Its
+  The penalty is DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0
+  up to `max_new_tokens - buffer` tokens, then linear up to 1 at the limit. It
+  depends on the length alone, whether the response finished or not. DAPO's
   overlong filtering is `mask`.
 
   Args:
     rewards: `[B]` float.
-    lengths: `[B]` int, generated tokens.
+    lengths: `[B]` int, numbers of generated tokens.
     finished: `[B]` bool, whether a response ended by itself.
-    kind: of `KINDS`.
-    max_new_tokens: the limit of a response in tokens.
-    buffer: tokens before the limit that the penalty rises in.
+    kind: One of `KINDS`.
+    max_new_tokens: Limit of a response in tokens.
+    buffer: Number of tokens before the limit over which the penalty rises.
 
   Returns:
-    The rewards, and which of the responses count where.
+    The new rewards, and which responses count where.
 
   Raises:
-    ValueError: for a kind that is none, a buffer out of range, or shapes and
-      lengths that cannot be.
+    ValueError: For an unknown kind, a buffer or lengths out of range, or shapes
+      that differ.
   """
   check(kind, max_new_tokens, buffer)
   rewards = np.asarray(rewards, np.float32)

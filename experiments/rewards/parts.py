@@ -1,4 +1,4 @@
-"""A reward as a weighted sum of named parts."""
+"""Makes a reward from a weighted sum of named parts."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,34 +10,35 @@ _BUILT_IN = ("correctness", "format")
 
 
 class BadReward(ValueError):
-  """A part returned something that is no reward: the program is wrong."""
+  """A part returned something other than a finite number: a bug in it."""
 
 
 class Rewards:
-  """A task's reward of one response: `'correctness + 0.1*format'`.
+  """The reward of one response, such as `'correctness + 0.1*format'`.
 
   Parts:
-    `correctness`: the task's own reward.
-    `format`: 1 if the response ends in an answer of the form that the task
-      asks for (its `well_formed`), else 0.
-    `<module>:<function>`: a function of an example and a response that returns
+    `correctness`: The task's own reward.
+    `format`: 1 if the response ends in an answer in the task's format (its
+      `well_formed`), else 0.
+    `<module>:<function>`: A function of an example and a response that returns
       a number.
 
   Attributes:
-    names: of the parts; a function's is its own, without the module.
-    weights: one for each part.
+    names: The names of the parts; a function goes by its own name, without the
+      module.
+    weights: The weight of each part.
   """
 
   def __init__(self, task: base.Task, text: str = "correctness"):
     """Finds the parts.
 
     Args:
-      task: whose responses are scored.
-      text: the weighted sum. White space surrounds its plus signs.
+      task: The task whose responses are scored.
+      text: The weighted sum. White space must surround its plus signs.
 
     Raises:
-      ValueError: for a part that does not exist, or `format` of a task that
-        has none.
+      ValueError: If a part is unknown, or `format` is asked of a task without
+        an answer format.
     """
     self.task = task
     self.text = text
@@ -51,21 +52,22 @@ class Rewards:
     for name in self.names:
       if self.names.count(name) > 1:
         raise ValueError(
-            f"reward {text!r} has two parts called {name!r}: rename a function"
+            f"reward {text!r} has two parts called {name!r}: rename one of the"
+            " functions"
         )
 
   def __call__(self, example: base.Example, completion: str) -> list[float]:
-    """The value of each part for one response.
+    """Computes the value of each part for one response.
 
     Args:
-      example: what was asked.
-      completion: the response.
+      example: The problem.
+      completion: The response.
 
     Returns:
-      One finite number for each of `names`, not weighted.
+      One finite number for each of `names`, before its weight.
 
     Raises:
-      BadReward: a part returned anything else.
+      BadReward: If a part returns anything else.
     """
     values = []
     for name, function in zip(self.names, self._functions, strict=True):
@@ -81,7 +83,7 @@ class Rewards:
 
 
 class _Weighted(NamedTuple):
-  """A part and its weight."""
+  """A part of the reward and its weight."""
 
   weight: float
   name: str
@@ -89,14 +91,14 @@ class _Weighted(NamedTuple):
 
 
 def _part(task, name):
-  """Name and function of a part."""
+  """Returns the name and the function of a part."""
   if name == "correctness":
     return name, task.reward
   if name == "format":
     if not task.has_form():
       raise ValueError(
-          f"reward part 'format': task {task.name!r} has no form of answers;"
-          " write its well_formed"
+          f"reward part 'format': task {task.name!r} has no answer format;"
+          " implement its well_formed, or leave the part out"
       )
     return name, task.well_formed
   if ":" in name:

@@ -1,7 +1,7 @@
 """The process that scores responses. It must not import JAX.
 
-It is started by `workers`, which talks to it through a socket: first the
-pickled `Rewards`, then one `(example, completion)` after another, each
+`workers` starts it and talks to it through a socket. It sends the pickled
+`Rewards` first, then one `(example, completion)` after another, and each is
 answered by a tuple of a kind and its content.
 """
 
@@ -13,20 +13,20 @@ from typing import Any
 
 # Kinds of answers.
 READY, FAILED, VALUES, ERROR, BAD = "ready", "failed", "values", "error", "bad"
-# Seconds after its limit at which a process ends by itself: whoever started it
-# has ended it before, unless they are gone.
+# Seconds past the limit at which the process ends itself. The process that
+# started it ends it earlier, unless that is gone.
 _GRACE = 5.0
 
 
 def main(handle: int, limit: float) -> None:
-  """Scores until the socket is closed.
+  """Scores responses until the socket is closed.
 
   Args:
-    handle: file descriptor of the socket.
-    limit: seconds for a response.
+    handle: File descriptor of the socket.
+    limit: Seconds allowed for one response.
   """
   silence = os.open(os.devnull, os.O_RDWR)
-  for standard in (0, 1, 2):  # Rewards may print or ask.
+  for standard in (0, 1, 2):  # Rewards might print, or read from stdin.
     os.dup2(silence, standard)
   socket: connection.Connection = connection.Connection(handle)
   try:
@@ -42,7 +42,7 @@ def main(handle: int, limit: float) -> None:
       example, completion = socket.recv()
     except (EOFError, OSError):
       return
-    # A thread of C code: it works while Python code holds the interpreter.
+    # This is a thread in C, which runs even if Python code holds the GIL.
     faulthandler.dump_traceback_later(limit + _GRACE, exit=True, file=2)
     answer = score(rewards, example, completion)
     faulthandler.cancel_dump_traceback_later()
@@ -50,16 +50,16 @@ def main(handle: int, limit: float) -> None:
 
 
 def score(rewards: Any, example: Any, completion: str) -> tuple[str, Any]:
-  """Kind and content of the answer to one response.
+  """Scores one response.
 
   Args:
-    rewards: a `parts.Rewards`.
-    example: what was asked.
-    completion: the response.
+    rewards: A `parts.Rewards`.
+    example: The problem.
+    completion: The response.
 
   Returns:
-    `(VALUES, values)`; `(ERROR, text)` if a part raised; or `(BAD, text)` if it
-    returned something that is no reward.
+    `(VALUES, values)`; `(ERROR, text)` if a part raised; or `(BAD, text)` if a
+    part returned something other than a finite number.
   """
   from experiments.rewards import parts
 
@@ -72,5 +72,5 @@ def score(rewards: Any, example: Any, completion: str) -> tuple[str, Any]:
 
 
 def _describe(error):
-  """An exception in one line."""
+  """Describes an exception in one line."""
   return f"{type(error).__name__}: {error}"[:500]

@@ -1,9 +1,9 @@
-"""Rewards of many responses, scored in other processes with a time limit.
+"""Scores many responses in other processes, with a time limit.
 
-A response whose reward function hangs, raises or ends its process gets reward
-0 and is counted; the run goes on. What a function prints is dropped. Functions
-are called with one response at a time, so that rewards depend neither on the
-number of processes nor on the other responses.
+If a reward function hangs, raises or ends its process, the response gets reward
+0 and is counted, and the run goes on. What a function prints is dropped.
+Functions are called with one response at a time, so that rewards depend neither
+on the number of processes nor on the other responses.
 """
 
 import collections
@@ -24,11 +24,11 @@ import numpy as np
 from experiments.rewards import parts, worker
 from experiments.tasks import base
 
-# Seconds in which a process must be ready: imports on a busy machine.
+# Seconds in which a process must be ready; imports are slow on a busy machine.
 _START_LIMIT = 180.0
-# Different failures that are put in words; a run may have one per response.
+# Most failures of different kinds to warn of, as each response could have one.
 _KINDS_TOLD = 20
-# Not `multiprocessing`: it would import the main program again, with JAX.
+# `multiprocessing` would import the main program again, and with it JAX.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[3:];"
     " from experiments.rewards import worker;"
@@ -41,9 +41,10 @@ class Scores(NamedTuple):
 
   Attributes:
     total: `[B]` float32, the weighted sum of the parts.
-    parts: `[B]` float32 of each part by name, not weighted.
-    timeouts: responses that ran into the time limit; all their parts are 0.
-    errors: responses whose function raised or ended the process; likewise.
+    parts: `[B]` float32 for each part by name, before its weight.
+    timeouts: Number of responses that met the time limit; their parts are 0.
+    errors: Number of responses whose function raised or ended the process;
+      their parts are 0 too.
   """
 
   total: np.ndarray
@@ -53,10 +54,10 @@ class Scores(NamedTuple):
 
 
 class RewardWorkers:
-  """Scores responses by a reward; a context manager that ends its processes.
+  """Scores responses; a context manager that ends its processes.
 
-  Processes start with the first responses. They need not be ended if the
-  program ends.
+  The processes start with the first responses, and end with the program if not
+  before.
   """
 
   def __init__(
@@ -70,19 +71,21 @@ class RewardWorkers:
     """Finds the parts of the reward.
 
     Args:
-      task: whose responses are scored.
-      reward: a weighted sum of parts, see `parts.Rewards`.
-      workers: processes; 0 scores in this one, without a limit.
-      timeout: seconds for one response.
+      task: The task whose responses are scored.
+      reward: A weighted sum of parts, see `parts.Rewards`.
+      workers: Number of processes; 0 scores in this one, without a limit.
+      timeout: Seconds allowed for one response.
 
     Raises:
-      ValueError: for an unknown part, a number that is out of range, or a task
-        that cannot be pickled.
+      ValueError: If a part is unknown, a number is out of range, or the task
+        cannot be pickled.
     """
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
       raise ValueError(f"workers must be an int of at least 0, got {workers!r}")
     if not (math.isfinite(timeout) and timeout > 0):
-      raise ValueError(f"timeout must be positive seconds, got {timeout!r}")
+      raise ValueError(
+          f"timeout must be a positive number of seconds, got {timeout!r}"
+      )
     self.rewards = parts.Rewards(task, reward)
     self._count = workers
     self._timeout = float(timeout)
@@ -95,7 +98,7 @@ class RewardWorkers:
         raise ValueError(
             f"task {task.name!r} with reward {reward!r} cannot be sent to"
             f" another process ({error}); define its class and functions at the"
-            " top of a module, or score with workers=0"
+            " top level of a module, or score with workers=0"
         ) from error
 
   def __enter__(self) -> "RewardWorkers":
@@ -112,19 +115,19 @@ class RewardWorkers:
   def score(
       self, examples: Sequence[base.Example], completions: Sequence[str]
   ) -> Scores:
-    """Rewards of responses, in their order.
+    """Scores responses.
 
     Args:
-      examples: one per response; repeated for each response of a group.
-      completions: the responses as text.
+      examples: One per response; repeated for each response of a group.
+      completions: The responses as text.
 
     Returns:
-      The rewards.
+      The rewards, in the order of the responses.
 
     Raises:
-      ValueError: a part returned something that is not a finite number; names
+      ValueError: If a part returns something other than a finite number; names
         the task, the part, the index and the value.
-      RuntimeError: the processes cannot start.
+      RuntimeError: If the processes cannot start.
     """
     base.check_pairs(examples, completions)
     items = list(zip(examples, completions, strict=True))
@@ -132,14 +135,14 @@ class RewardWorkers:
       try:
         answers = self._score_elsewhere(items)
       except BaseException:
-        self.close()  # They hold responses of a batch that is given up.
+        self.close()  # The processes still work on the abandoned batch.
         raise
     else:
       answers = [worker.score(self.rewards, *item) for item in items]
     return self._collect(items, answers)
 
   def _collect(self, items, answers):
-    """Scores from the answer to each response."""
+    """Makes the scores of the answers to all responses."""
     names = self.rewards.names
     values = np.zeros((len(items), len(names)), np.float64)
     counts = collections.Counter(kind for kind, _ in answers)
@@ -161,13 +164,13 @@ class RewardWorkers:
     )
 
   def _tell(self, problem):
-    """Warns once of each kind of failure, of the first few kinds."""
+    """Warns once of each kind of failure, up to a number of kinds."""
     if problem not in self._told and len(self._told) < _KINDS_TOLD:
       self._told.add(problem)
       logging.warning("a reward failed and counts as 0: %s", problem)
 
   def _score_elsewhere(self, items):
-    """The answer to each item, from the processes."""
+    """Lets the processes answer each item."""
     answers = [("", None)] * len(items)
     left = collections.deque(range(len(items)))
     done = 0
@@ -184,7 +187,7 @@ class RewardWorkers:
     return answers
 
   def _staff(self, needed):
-    """Replaces processes that ended; starts no more than have work."""
+    """Replaces processes that ended; starts no more than there is work for."""
     for process in self._processes:
       process.check()
     self._processes = [p for p in self._processes if not p.ended]
@@ -192,7 +195,7 @@ class RewardWorkers:
       self._processes.append(_Process(self._pickled, self._timeout))
 
   def _wait(self):
-    """Processes with news: an answer, an end, or a limit that has passed."""
+    """Waits for processes that answered, ended, or exceeded their limit."""
     busy = [p for p in self._processes if not p.idle]
     first = min(p.deadline for p in busy)
     ready = connection.wait(
@@ -206,7 +209,7 @@ _TIMEOUT = "timeout"
 
 
 class _Process:
-  """One process and the response it works on."""
+  """A process and the response that it works on."""
 
   def __init__(self, pickled: bytes, limit: float):
     self._limit = limit
@@ -214,7 +217,7 @@ class _Process:
     self._loaded = False
     self.ended = False
     self.socket, theirs = connection.Pipe()
-    # Threads of NumPy would only compete with those of the other processes.
+    # NumPy's threads would only compete with the other processes.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     self._popen = subprocess.Popen(
         [
@@ -223,8 +226,8 @@ class _Process:
         ],
         pass_fds=[theirs.fileno()],
         env=environment,
-        # Of its own group: an interrupt from the keyboard does not reach it,
-        # and what it has started ends with it.
+        # A group of its own, so that Ctrl-C does not reach it, and the
+        # processes that it starts end with it.
         start_new_session=True,
     )
     theirs.close()
@@ -232,32 +235,32 @@ class _Process:
     try:
       self.socket.send_bytes(pickled)
     except OSError:
-      pass  # It has ended; `take` finds out.
+      pass  # The process has ended; `take` notices it.
 
   @property
   def idle(self) -> bool:
-    """Whether it is ready and has no response."""
+    """Whether the process is ready and has no response."""
     return self._loaded and self._index is None and not self.ended
 
   def check(self):
-    """Notices that it ended while it had no response."""
+    """Notices whether the process ended while it had no response."""
     if self.idle and self._popen.poll() is not None:
       self.end()
 
   def give(self, index, items):
-    """Hands out a response."""
+    """Gives the process a response to score."""
     self._index = index
     self.deadline = time.monotonic() + self._limit
     try:
       self.socket.send(items[index])
     except OSError:
-      pass  # It has ended; `take` finds out.
+      pass  # The process has ended; `take` notices it.
 
   def take(self) -> tuple[int | None, tuple[str, Any]]:
-    """Index and answer after news; no index if it has loaded the rewards."""
+    """Takes the index and the answer; None if it only loaded the rewards."""
     index, self._index = self._index, None
     try:
-      # An answer that came just before the limit counts.
+      # An answer counts if it came just before the limit.
       kind, content = (
           self.socket.recv() if self.socket.poll() else (_TIMEOUT, None)
       )
@@ -273,17 +276,18 @@ class _Process:
     return index, (kind, content)
 
   def _check_start(self, kind, content):
-    """Refuses processes that cannot score at all."""
+    """Raises RuntimeError if the process cannot score at all."""
     if kind != worker.READY:
       self.end()
       raise RuntimeError(
           "a process that scores responses did not start:"
-          f" {content or f'not ready after {_START_LIMIT} s'}"
+          f" {content or f'not ready after {_START_LIMIT} s'}; score with"
+          " workers=0 to see where it fails"
       )
     self._loaded = True
 
   def end(self, seconds: float = 0.0) -> None:
-    """Ends it and what it has started; `seconds` to end by itself."""
+    """Ends the process and its children, after some seconds to end itself."""
     self.ended = True
     self.socket.close()
     try:
@@ -293,5 +297,5 @@ class _Process:
     try:
       os.killpg(self._popen.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-      pass  # It has ended by itself.
+      pass  # The process has ended itself.
     self._popen.wait()

@@ -1,18 +1,22 @@
 """Tasks by name: prompts by index, and verifiable rewards of responses.
 
+Entry points: `make_task`, and `Task` for tasks of your own. May import
+`parallel` and what lies below it.
+
 | name | examples | a response is right if |
 |---|---|---|
-| `addition`, `addition:2` | sums of numbers with up to so many digits | its \
-last number is the sum |
+| `addition`, `addition:2` | sums of numbers of at most one digit, or two | \
+its last number is the sum |
 | `reasoning_gym:<data set>` | a procedural data set of reasoning-gym | the \
 data set's own scorer says so |
 | `jsonl:<path>`, `parquet:<path>` | a file of problems with answers | it \
-gives the answer (`answers`) |
+gives the answer (see `answers`) |
 | `<module>:<function>` | what `function(seed=..., **options)` returns: a list \
-of rows as in a file, or a `Task` | it gives the answer, or the task says |
-| `0.7*<name> + 0.3*<name>` | several tasks, mixed by weight | its task says |
+of rows as in a file, or a `Task` | it gives the answer, or the task says so |
+| `0.7*<name> + 0.3*<name>` | several tasks, mixed by weight | its task says \
+so |
 
-A name may end in options, whose values are JSON:
+A name can end in options, whose values are JSON:
 `reasoning_gym:gcd?min_numbers=2&max_numbers=2`. `docs/tasks.md` has examples.
 """
 

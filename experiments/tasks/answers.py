@@ -1,16 +1,16 @@
-r"""Final answers in text, and whether two of them are the same.
+r"""Finds final answers in text and compares them.
 
-A final answer is *marked* where it stands in `\boxed{...}` (MATH), or after
-`####` at the end (GSM8K). An answer of a problem is compared by one verifier:
+A final answer is *marked* if it stands in `\boxed{...}` (MATH), or after `####`
+at the end (GSM8K). The answer to a problem has one verifier, which compares:
 
-| verifier | an answer such as | a response is right if |
+| verifier | for answers such as | a response is right if |
 |---|---|---|
 | `number` | `18`, `1,024`, `0.5` | its marked answer is that number; without \
-a marked one, its last number is |
+a marked answer, its last number is |
 | `math` | `\frac{1}{2}`, `(3, 4)`, anything that was in `\boxed{}` | \
-`math-verify` finds its marked answer, or the last formula, equal |
-| `text` | `Paris` | its marked answer, or all of it, is the same text up to \
-case and white space |
+`math-verify` finds its marked answer, or else its last formula, equal |
+| `text` | `Paris` | its marked answer, or else all of it, is the same text, \
+ignoring case and white space |
 """
 
 import decimal
@@ -28,30 +28,30 @@ _NUMBER = re.compile(
     r"(?<![\w.])(?:(?<!\d)-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
 )
 _BOXED = re.compile(r"\\f?boxed\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # Not \{, which is no brace.
-# What may follow a number that is an answer, or precede it.
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # An escaped \{ is no brace.
+# Units and spaces that can stand before or after a number in an answer.
 _UNITS = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{[^{}]*\}|\\[$%!,;: ]")
 # LaTeX of a word: \text{Evelyn} is the text Evelyn.
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}")
-# What no text has, beside the command of a word.
+# Characters that make an answer LaTeX, not text, once `_TEXT` is ruled out.
 _LATEX = re.compile(r"[\\^_{}]")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _DATE = re.compile(r"\d+([-:]\d+)+")
-# What may stand on the lines after a marked answer.
+# Characters allowed on the lines after a marked answer.
 _CLOSING = " \t\r\n$.\\])*"
 
-# $18 and $\frac{1}{2}$: the dollars are no part of the answer.
+# In $18 and $\frac{1}{2}$ the dollars do not belong to the answer.
 _INLINE = re.compile(r"\$?([^$]*)\$?")
 
 VERIFIERS = ("number", "math", "text")
 
 
 class Answer(NamedTuple):
-  """The right answer of a problem.
+  """The right answer to a problem.
 
   Attributes:
-    text: the answer alone, without its mark.
-    verifier: `'number'`, `'math'` or `'text'`.
+    text: The answer without its mark.
+    verifier: How it is compared: `'number'`, `'math'` or `'text'`.
   """
 
   text: str
@@ -67,10 +67,10 @@ class _Marked(NamedTuple):
 
 
 def last_number(text: str) -> decimal.Decimal | None:
-  """The last number written in digits, or None.
+  """Returns the last number written in digits, or None.
 
-  Only the last one counts, so a response that lists every candidate makes a
-  single guess like any other. `'8.0'` is 8, `'8.5'` is not, and `'1,024'` is
+  Only the last one counts, so that a response which lists every candidate makes
+  a single guess like any other. `'8.0'` is 8, `'8.5'` is not, and `'1,024'` is
   1024.
   """
   matches = _NUMBER.findall(text)
@@ -80,7 +80,7 @@ def last_number(text: str) -> decimal.Decimal | None:
 
 
 def plain_number(text: str) -> decimal.Decimal | None:
-  """The number that a text is as a whole (`'1,024'`, `'-0.5'`), or None."""
+  """Returns the number if the whole text is one (`'1,024'`, `'-0.5'`)."""
   try:
     number = decimal.Decimal(text.strip().replace(",", ""))
   except decimal.InvalidOperation:
@@ -89,48 +89,54 @@ def plain_number(text: str) -> decimal.Decimal | None:
 
 
 def parse(field: str, verifier: str | None = None) -> Answer:
-  r"""The right answer in a field of a data set.
+  r"""Reads the right answer from a field of a data set.
 
   Args:
-    field: an answer alone; or text with `#### answer` at its end (GSM8K) or
-      with `\boxed{answer}` (MATH), of which the last one counts.
-    verifier: how to compare it; by default as the module's table says.
+    field: The answer alone; or text that ends in `#### answer` (GSM8K) or
+      contains `\boxed{answer}` (MATH), of which the last one counts.
+    verifier: How to compare the answer; by default chosen by its form, as in
+      the module's table.
 
   Returns:
     The answer.
 
   Raises:
-    ValueError: no verifier can use it; says why.
-    ImportError: the verifier is `math`, and `math-verify` (extra `tasks`) is
+    ValueError: If no verifier can use the field; says why.
+    ImportError: If the verifier is `math`, and `math-verify` (extra `tasks`) is
       not installed.
   """
   marked = _marked(field)
   if marked is None and _BOXED.search(field):
-    raise ValueError("a \\boxed{ that is not closed")
+    raise ValueError("a \\boxed{ is not closed: add the closing brace")
   text = (marked.text if marked else field).strip()
   inline = _INLINE.fullmatch(text)
   text = inline[1].strip() if inline else text
   if not text:
-    raise ValueError("an empty answer")
+    raise ValueError("the answer is empty: fill it in or remove the row")
   if verifier is None:
     verifier = _verifier(text, bool(marked and marked.boxed))
   number = plain_number(text)
   if verifier == "number" and number is None:
-    raise ValueError(f"{text[:80]!r} is not a number")
+    raise ValueError(
+        f"{text[:80]!r} is not a number: correct it or choose another verifier"
+    )
   if verifier == "math" and number is None and not _formulas(text):
-    raise ValueError(f"math-verify finds no formula in {text[:80]!r}")
+    raise ValueError(
+        f"math-verify finds no formula in {text[:80]!r}: correct it or set"
+        ' verifier="text"'
+    )
   if verifier == "text":
     text = _TEXT.sub(r"\1", text)
     if "\n" in text:
       raise ValueError(
-          f"{text[:80]!r} has several lines; end it with '#### answer' or"
+          f"{text[:80]!r} has several lines: end it with '#### answer' or"
           " \\boxed{answer}"
       )
   return Answer(text, verifier)
 
 
 def same(completion: str, answer: Answer) -> bool:
-  """Whether a response gives the answer; see the module's table."""
+  """Returns whether a response gives the answer; see the module's table."""
   marked = _marked(completion)
   match answer.verifier:
     case "number":
@@ -143,9 +149,9 @@ def same(completion: str, answer: Answer) -> bool:
 
 
 def ends_in_answer(completion: str) -> bool:
-  r"""Whether a response ends with a marked answer that is not empty.
+  r"""Returns whether a response ends with a marked answer that is not empty.
 
-  No more than the rest of its line may follow.
+  Nothing but the rest of its line and closing punctuation can follow.
   """
   marked = _marked(completion)
   if marked is None or not marked.text.strip():
@@ -155,18 +161,18 @@ def ends_in_answer(completion: str) -> bool:
 
 
 def check_verifier(verifier: str | None) -> None:
-  """Refuses the name of a verifier that does not exist; None is fine."""
+  """Raises ValueError for an unknown verifier; None is allowed."""
   if verifier is not None and verifier not in VERIFIERS:
     raise ValueError(base.unknown("verifier", verifier, VERIFIERS))
 
 
 def prepare() -> None:
-  """Does what the first formula costs: imports and tables."""
+  """Imports math-verify and builds its tables ahead of first use."""
   _formulas("\\frac{1}{2}")
 
 
 def _verifier(text, boxed):
-  """The verifier of an answer that does not say which."""
+  """Chooses the verifier by the form of the answer."""
   if plain_number(text) is not None:
     return "math" if boxed else "number"
   if _TEXT.fullmatch(text):
@@ -179,13 +185,13 @@ def _verifier(text, boxed):
 
 
 def boxed(text: str) -> str | None:
-  r"""What is in the last `\boxed{...}` that is closed, or None."""
+  r"""Returns the content of the last closed `\boxed{...}`, or None."""
   place = _box(text)
   return None if place is None else text[place]
 
 
 def _box(text) -> slice | None:
-  """Where the content of the last box is."""
+  """Finds the content of the last closed box."""
   opened = [match.end() - 1 for match in _BOXED.finditer(text)]
   closed = _closing_braces(text) if opened else {}
   places = [slice(b + 1, closed[b]) for b in opened if b in closed]
@@ -193,7 +199,7 @@ def _box(text) -> slice | None:
 
 
 def _marked(text) -> _Marked | None:
-  """The last marked answer of a text."""
+  """Finds the last marked answer of a text."""
   start, best = -1, None
   place = _box(text)
   if place is not None:
@@ -206,19 +212,20 @@ def _marked(text) -> _Marked | None:
   return best
 
 
-def _closing_braces(text):
-  """Position of the closing brace of each opening one that has it."""
-  found, stack = {}, []
+def _closing_braces(text: str) -> dict[int, int]:
+  """Maps the position of each opening brace to that of its closing brace."""
+  closed: dict[int, int] = {}
+  opened: list[int] = []
   for match in _BRACE.finditer(text):
     if match[0] == "{":
-      stack.append(match.start())
-    elif match[0] == "}" and stack:
-      found[stack.pop()] = match.start()
-  return found
+      opened.append(match.start())
+    elif match[0] == "}" and opened:
+      closed[opened.pop()] = match.start()
+  return closed
 
 
 def _stated_number(completion, marked):
-  """The number that a response states, or None."""
+  """Returns the number that a response states, or None."""
   if marked is None:
     return last_number(completion)
   text = _UNITS.sub(" ", marked.text)
@@ -229,38 +236,38 @@ def _stated_number(completion, marked):
 
 
 def _equal_formulas(completion, marked, answer):
-  """Whether math-verify finds the two equal."""
-  found = _parse_formulas(_boxed(marked.text) if marked else completion)
-  # No time limits here: they are signals, which only a main thread can set.
-  # The processes that score have their own.
-  return _library().verify(_formulas(answer), found, timeout_seconds=None)
+  """Returns whether math-verify finds the two equal."""
+  given = _parse_formulas(_boxed(marked.text) if marked else completion)
+  # math-verify sets its time limits by signals, which only a main thread can
+  # do. The processes that score responses have limits of their own.
+  return _library().verify(_formulas(answer), given, timeout_seconds=None)
 
 
 @functools.lru_cache(maxsize=256)
 def _formulas(answer) -> list[Any]:
-  """What math-verify parses of a right answer; empty if no formula."""
-  found = _parse_formulas(_boxed(answer))
-  # It falls back to the text where it fails.
-  return [] if all(isinstance(x, str) for x in found) else found
+  """Parses a right answer with math-verify; empty if it has no formula."""
+  parsed = _parse_formulas(_boxed(answer))
+  # math-verify returns strings if it cannot parse.
+  return [] if all(isinstance(x, str) for x in parsed) else parsed
 
 
 def _boxed(text):
-  """A text that math-verify takes as one formula."""
+  """Marks a text so that math-verify takes it as one formula."""
   return f"\\boxed{{{text}}}"
 
 
 def _parse_formulas(text) -> list[Any]:
-  """All that math-verify finds."""
+  """Parses every formula that math-verify finds."""
   return _library().parse(text, parsing_timeout=None)
 
 
 @functools.cache
 def _library():
-  """math-verify, without its warning that time limits are off."""
+  """Imports math-verify and silences its warning that time limits are off."""
   logging.getLogger("math_verify").setLevel(logging.ERROR)
   return _optional.require("math_verify", "tasks")
 
 
 def _folded(text):
-  """Text without case and with single spaces."""
+  """Removes case and superfluous white space."""
   return " ".join(text.split()).casefold()

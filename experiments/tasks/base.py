@@ -1,4 +1,4 @@
-"""What a task is: examples by index, and a reward of one response."""
+"""What a task is: examples by index, and the reward of one response."""
 
 import abc
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,8 @@ import numpy as np
 
 Messages = list[dict[str, str]]
 
-# The split must not depend on the seed of a run: accuracies of different runs
-# are of the same prompts.
+# The split does not depend on the seed of a run, so that all runs are evaluated
+# on the same prompts.
 SPLIT_SEED = 20_261_001
 
 
@@ -20,9 +20,10 @@ class Example(NamedTuple):
   """One problem.
 
   Attributes:
-    prompt: chat messages, `[{'role': 'user', 'content': ...}]`.
-    columns: what the reward needs besides prompt and response, by name.
-    task: name of the task that made it; in a mixture, of the part.
+    prompt: Chat messages, `[{'role': 'user', 'content': ...}]`.
+    columns: What the reward needs besides prompt and response, by name.
+    task: Name of the task that made the example; in a mixture, that of the
+      component.
   """
 
   prompt: Messages
@@ -31,16 +32,16 @@ class Example(NamedTuple):
 
 
 class Task(abc.ABC):
-  """What training and evaluation need of a task.
+  """Gives training and evaluation their prompts, and scores responses.
 
-  A task is resumable from its position alone: `train(index)` is a pure
-  function of the task's seed and the index.
+  A run resumes from its position alone: `train(index)` is a pure function of
+  the task's seed and the index.
 
-  A task is pickled to the processes that score responses. Attributes named in
-  `examples_in` stay behind: scoring sees the example itself.
+  A task is pickled and sent to the processes that score responses. Attributes
+  named in `examples_in` are left out, because scoring is given the example.
 
   Attributes:
-    name: what `make_task` was called with.
+    name: What `make_task` was called with.
   """
 
   name: str
@@ -48,27 +49,31 @@ class Task(abc.ABC):
 
   @abc.abstractmethod
   def train(self, index: int) -> Example:
-    """The training example at a position >= 0 of an endless sequence."""
+    """Returns the training example at a position of an endless sequence.
+
+    Args:
+      index: The position, at least 0.
+    """
 
   @abc.abstractmethod
   def heldout(self) -> list[Example]:
-    """Examples whose prompts `train` never returns."""
+    """Returns examples whose prompts `train` never returns."""
 
   @abc.abstractmethod
   def reward(self, example: Example, completion: str) -> float:
-    """How correct a response is: finite, 1 for a right answer."""
+    """Returns how correct a response is: a finite number, 1 if it is right."""
 
   def well_formed(self, example: Example, completion: str) -> bool:
-    """Whether a response ends in an answer of the form the task asks for.
+    """Returns whether a response ends in an answer in the task's format.
 
-    Needed for the reward part `format` only.
+    Only the reward part `format` needs this method.
     """
     raise NotImplementedError(
-        f"task {self.name!r} has no form of answers: write its well_formed"
+        f"task {self.name!r} has no answer format: implement its well_formed"
     )
 
   def has_form(self) -> bool:
-    """Whether `well_formed` is written."""
+    """Returns whether the task implements `well_formed`."""
     return type(self).well_formed is not Task.well_formed
 
   def __getstate__(self) -> dict[str, Any]:
@@ -78,21 +83,21 @@ class Task(abc.ABC):
 def checked_rewards(
     task: Task, examples: Sequence[Example], completions: Sequence[str]
 ) -> np.ndarray:
-  """The task's rewards of completions, in this process and without a limit.
+  """Scores completions by the task's reward in this process, without a limit.
 
-  `experiments.rewards` scores with other parts, a time limit and in other
-  processes.
+  `experiments.rewards` scores in other processes, with a time limit and with
+  further reward parts.
 
   Args:
-    task: the task that the examples are from.
-    examples: one per completion; repeated for each response of a group.
-    completions: decoded responses.
+    task: The task that the examples are from.
+    examples: One per completion; repeated for each response of a group.
+    completions: Decoded responses.
 
   Returns:
     `[len(completions)]` float32.
 
   Raises:
-    ValueError: if a reward is not a finite number; names the task, the index
+    ValueError: If a reward is not a finite number; names the task, the index
       and the value.
   """
   check_pairs(examples, completions)
@@ -112,16 +117,16 @@ def checked_rewards(
 def check_pairs(
     examples: Sequence[Example], completions: Sequence[str]
 ) -> None:
-  """Refuses lists of different lengths."""
+  """Raises ValueError if the lists differ in length."""
   if len(examples) != len(completions):
     raise ValueError(
-        f"examples and completions must pair up, got {len(examples)} and "
-        f"{len(completions)}"
+        "examples and completions must pair up, got"
+        f" {len(examples)} and {len(completions)}"
     )
 
 
 def not_a_reward(value: Any) -> str:
-  """What is wrong with a value as a reward, or ''."""
+  """Says why a value cannot be a reward; '' if it can."""
   try:
     finite = not isinstance(value, str) and math.isfinite(float(value))
   except (TypeError, ValueError, OverflowError):
@@ -130,7 +135,13 @@ def not_a_reward(value: Any) -> str:
 
 
 def shuffled(seed: int, index: int, size: int) -> int:
-  """Position `index` of an endless sequence of seeded permutations."""
+  """Returns element `index` of an endless sequence of seeded permutations.
+
+  Args:
+    seed: Random seed of the permutations.
+    index: The position in the sequence, at least 0.
+    size: Number of elements that are permuted, 0 to `size - 1`.
+  """
   check_index(index)
   epoch, position = divmod(index, size)
   return int(_permutation(seed, epoch, size)[position])
@@ -138,35 +149,35 @@ def shuffled(seed: int, index: int, size: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _permutation(seed, epoch, size):
-  """The order of a pass; training asks for its positions one by one."""
+  """The order of a pass, cached as training takes its elements one by one."""
   return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 def check_index(index: int) -> None:
-  """Refuses a position before the first."""
+  """Raises ValueError for a negative position."""
   if index < 0:
     raise ValueError(f"index must be at least 0, got {index}")
 
 
 def check_heldout_size(size: Any) -> None:
-  """Refuses a held-out set that is empty or not a count."""
+  """Raises ValueError for a size that is not a positive int."""
   if not isinstance(size, int) or isinstance(size, bool) or size < 1:
     raise ValueError(f"heldout_size must be a positive int, got {size!r}")
 
 
 def check_instruction(instruction: Any) -> None:
-  """Refuses an instruction that is no text."""
+  """Raises ValueError for an instruction that is not a string."""
   if not isinstance(instruction, str):
     raise ValueError(f"instruction must be a string, got {instruction!r}")
 
 
 def user(content: str) -> Messages:
-  """A chat of one user message."""
+  """Makes a chat of one user message."""
   return [{"role": "user", "content": content}]
 
 
 def instruct(chat: Messages, instruction: str) -> Messages:
-  """The chat with an instruction below its last message; '' adds nothing."""
+  """Puts an instruction below the last message of a chat; '' adds nothing."""
   if not instruction:
     return chat
   *before, last = chat
@@ -174,7 +185,7 @@ def instruct(chat: Messages, instruction: str) -> Messages:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-  """Message for a name that is not known, with its nearest relatives."""
+  """Words the error for an unknown name, with the most similar known names."""
   known = sorted(known)
   near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
   hint = (

@@ -1,4 +1,4 @@
-"""Functions and classes of any module, by `'module:name'`."""
+"""Finds functions and classes of any module by `'module:name'`."""
 
 import importlib
 import importlib.util
@@ -11,28 +11,28 @@ _NAME = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<attribute>\w+)")
 
 
 def is_name(name: str) -> bool:
-  """Whether this is `'module:name'` of a module that can be found."""
+  """Returns whether a name is `'module:name'` and the module can be found."""
   match = _NAME.fullmatch(name)
   if not match:
     return False
   try:
     return importlib.util.find_spec(match["module"]) is not None
-  except (ImportError, ValueError):  # A package on the way is not there.
+  except (ImportError, ValueError):  # A parent package is missing.
     return False
 
 
 def load(name: str) -> Any:
-  """Imports what `'module:name'` means.
+  """Imports a function or a class by name.
 
   Args:
-    name: dotted module, colon, and a function or class of it.
+    name: The dotted module, a colon, and a function or class of the module.
 
   Returns:
-    The callable.
+    The function or the class.
 
   Raises:
-    ValueError: if there is no such module, it fails to import, or has no such
-      callable; names the nearest ones.
+    ValueError: If the module does not exist, cannot be imported, or has no such
+      callable; names the most similar ones.
   """
   match = _NAME.fullmatch(name)
   if not match:
@@ -47,7 +47,7 @@ def load(name: str) -> Any:
     module = importlib.import_module(module_name)
   except Exception as error:
     raise ValueError(
-        f"{name!r}: module {module_name!r} does not import:"
+        f"{name!r}: module {module_name!r} cannot be imported:"
         f" {type(error).__name__}: {error}"
     ) from error
   known = {k: v for k, v in vars(module).items() if callable(v)}

@@ -1,11 +1,11 @@
-"""The grammar of names: weighted sums, and options in a name."""
+"""Parses names: weighted sums of names, and options in a name."""
 
 import json
 import math
 import re
 from typing import Any
 
-# A plus sign with white space around it: file names may contain a bare one.
+# A plus sign with white space around it, as file names can contain a bare one.
 _PLUS = re.compile(r"(?<=\s)\+(?=\s)")
 _WEIGHT = re.compile(r"(?P<weight>[-+.\w]+)\s*\*\s*(?P<name>.*)", re.DOTALL)
 _OPTIONS = re.compile(r"\?(?=\w+=)")
@@ -13,18 +13,18 @@ _NEXT_OPTION = re.compile(r"&(?=\w+=)")
 
 
 def weighted_sum(text: str, what: str) -> list[tuple[float, str]]:
-  """Terms of `'0.7*a + 0.3*b'`; a weight that is not written is 1.
+  """Splits `'0.7*a + 0.3*b'` into its terms; a missing weight is 1.
 
   Args:
-    text: the sum. White space must surround its plus signs.
-    what: the sum, for errors: `'task'`, `'reward'`.
+    text: The sum. White space must surround its plus signs.
+    what: What errors call the sum: `'task'`, `'reward'`.
 
   Returns:
-    Weight and name of each term, in order.
+    The weight and the name of each term, in order.
 
   Raises:
-    ValueError: for an empty sum or term, a name that occurs twice, or a weight
-      that is not a positive finite number.
+    ValueError: If the sum or a term is empty, a name occurs twice, or a weight
+      is not a positive finite number.
   """
   if not isinstance(text, str) or not text.strip():
     raise ValueError(f"{what} must be a name or a weighted sum, got {text!r}")
@@ -35,17 +35,22 @@ def weighted_sum(text: str, what: str) -> list[tuple[float, str]]:
     if match:
       weight, name = _weight(match["weight"], text, what), match["name"]
     if not name:
-      raise ValueError(f"{what} {text!r} has a term without a name")
+      raise ValueError(
+          f"{what} {text!r} has a term without a name: write 'weight*name' on"
+          " both sides of a plus sign"
+      )
     terms.append((weight, name))
   names = [name for _, name in terms]
   for name in names:
     if names.count(name) > 1:
-      raise ValueError(f"{what} {text!r} has {name!r} twice: add its weights")
+      raise ValueError(
+          f"{what} {text!r} has {name!r} twice: add up its weights"
+      )
   return terms
 
 
 def _weight(text, whole, what):
-  """A weight as a number."""
+  """Converts a weight to a number."""
   try:
     weight = float(text)
   except ValueError:
@@ -61,26 +66,26 @@ def options(name: str) -> tuple[str, dict[str, Any]]:
   """Splits `'gcd?max_value=50&num=2'` into the name and its options.
 
   Args:
-    name: a name, with or without options. Their values are JSON: a string is
+    name: A name, with or without options. Their values are JSON, so a string is
       written with its quotes.
 
   Returns:
     The name before the question mark, and the options by key.
 
   Raises:
-    ValueError: for a value that is not JSON or a key that occurs twice.
+    ValueError: If a value is not JSON or a key occurs twice.
   """
   base, *rest = _OPTIONS.split(name, maxsplit=1)
-  found: dict[str, Any] = {}
+  parsed: dict[str, Any] = {}
   for item in _NEXT_OPTION.split(rest[0]) if rest else ():
     key, _, value = item.partition("=")
-    if key in found:
-      raise ValueError(f"{name!r} sets {key!r} twice")
+    if key in parsed:
+      raise ValueError(f"{name!r} sets {key!r} twice: remove one of them")
     try:
-      found[key] = json.loads(value)
+      parsed[key] = json.loads(value)
     except json.JSONDecodeError as error:
       raise ValueError(
-          f"{name!r}: option {key}={value} is not JSON; write a string with"
-          ' its quotes, as in key="value", and true or false in small letters'
+          f"{name!r}: option {key}={value} is not JSON; write strings in"
+          ' quotes, as in key="value", and true and false in lower case'
       ) from error
-  return base, found
+  return base, parsed

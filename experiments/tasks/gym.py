@@ -10,10 +10,10 @@ import numpy as np
 from experiments import _optional
 from experiments.tasks import answers, base
 
-# Data sets are drawn in blocks: some of them prepare all their items when
-# created.
+# Data sets are drawn in blocks, because some prepare all their items when they
+# are created.
 _BLOCK = 10_000
-# Beside the fields of the data set's configuration.
+# Options in addition to the fields of the data set's configuration.
 _OPTIONS = ("heldout_size", "instruction", "verifier")
 INSTRUCTION = "Give the final answer between <answer> and </answer>."
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -22,8 +22,8 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class ReasoningGym(base.Task):
   """A procedural data set of reasoning-gym with its own scorer.
 
-  The scored text is what stands between the last `<answer>` and `</answer>`,
-  or the whole completion where there are no such tags.
+  The scored text is the one between the last `<answer>` and `</answer>`, or the
+  whole completion if there are no such tags.
   """
 
   def __init__(
@@ -36,20 +36,21 @@ class ReasoningGym(base.Task):
       verifier: str | None = None,
       **config: Any,
   ):
-    """See `make_task`.
+    """Creates the task; see `make_task`.
 
     Args:
-      dataset: its name in reasoning-gym.
-      seed: content of the training examples.
-      heldout_size: questions to hold out, at most.
-      instruction: put below each question; '' adds nothing.
-      verifier: compare answers as those of `Problems` instead of by the data
-        set's own scorer: `'number'`, `'math'` or `'text'`.
-      **config: fields of the data set's configuration (`max_digits=2`, ...).
+      dataset: The name of the data set in reasoning-gym.
+      seed: Random seed of the training examples.
+      heldout_size: Most questions to hold out.
+      instruction: Text put below each question; '' adds nothing.
+      verifier: Compare answers as `Problems` does (`'number'`, `'math'` or
+        `'text'`) instead of by the data set's own scorer.
+      **config: Fields of the data set's configuration (`max_digits=2`, ...).
 
     Raises:
-      ValueError: for an unknown data set or field, or a value that the data
-        set refuses, or answers that the verifier cannot compare.
+      ValueError: If the data set or a field is unknown, the data set refuses a
+        value, or the verifier cannot compare its answers.
+      ImportError: If reasoning-gym (extra `tasks`) is not installed.
     """
     base.check_heldout_size(heldout_size)
     base.check_instruction(instruction)
@@ -76,9 +77,9 @@ class ReasoningGym(base.Task):
     except (AssertionError, TypeError, ValueError) as error:
       raise ValueError(f"{self.name} refuses {config}: {error}") from error
     if verifier is not None:
-      self.heldout()  # Raises where answers are of another kind.
+      self.heldout()  # Raises if the verifier cannot compare the answers.
     if verifier == "math":
-      answers.prepare()  # Not within the time limit of the first response.
+      answers.prepare()  # Else the first response might exceed its time limit.
 
   def __reduce__(self):
     make = functools.partial(
@@ -91,29 +92,29 @@ class ReasoningGym(base.Task):
     return make, (self._dataset, self._seed), {"name": self.name}
 
   def train(self, index: int) -> base.Example:
-    """The example at a position; a held-out question is drawn again."""
+    """Returns the example at a position; replaces held-out questions."""
     base.check_index(index)
     block, offset = divmod(index, _BLOCK)
     entry = self._block(block)[offset]
     for attempt in range(1, 101):
       if entry["question"] not in self._heldout:
         return self._example(entry)
-      # Other items of this block, a pure function of index and attempt.
+      # Another item of this block: a pure function of index and attempt.
       other = np.random.default_rng([self._seed, index, attempt])
       entry = self._block(block)[int(other.integers(_BLOCK))]
     raise ValueError(
-        f"{self.name} has too few different questions to hold out "
-        f"{len(self._heldout)}: lower heldout_size"
+        f"{self.name} has too few different questions to hold out"
+        f" {len(self._heldout)}: lower heldout_size"
     )
 
   def heldout(self) -> list[base.Example]:
-    """At most `heldout_size` examples with different questions."""
+    """Returns at most `heldout_size` examples with different questions."""
     return [self._example(entry) for entry in self._heldout.values()]
 
   def reward(self, example: base.Example, completion: str) -> float:
-    """The data set's own score; 0 where the scorer fails on the response.
+    """Returns the data set's own score; 0 if the scorer fails on the response.
 
-    With a verifier 1 for an equal answer, else 0.
+    With a verifier: 1 for an equal answer, else 0.
     """
     entry = example.columns["entry"]
     tagged = _TAGGED.findall(completion)
@@ -123,14 +124,14 @@ class ReasoningGym(base.Task):
     try:
       return float(self._held.score_answer(answer, entry))
     except Exception:
-      # Many scorers parse the answer and raise on text that is none. A
-      # scorer that is broken altogether raises on its own answer as well.
+      # Many scorers parse the response and raise if they cannot. A scorer that
+      # is broken altogether raises on the right answer as well.
       if entry["answer"] is not None:
         float(self._held.score_answer(entry["answer"], entry))
       return 0.0
 
   def well_formed(self, example: base.Example, completion: str) -> bool:
-    """Whether the response has one tagged answer and ends with it."""
+    """Returns whether the response has one tagged answer and ends with it."""
     del example
     tagged = _TAGGED.findall(completion)
     once = completion.count("<answer>") == completion.count("</answer>") == 1
@@ -145,16 +146,18 @@ class ReasoningGym(base.Task):
 
   @functools.cached_property
   def _block(self):
-    """The data set of a block; one is kept, as training walks in order."""
+    """The data set of a block; the last one is cached."""
     return functools.lru_cache(maxsize=1)(self._make_block)
 
   def _make_block(self, block):
+    """Creates the data set of a block."""
     mixed = np.random.SeedSequence([self._seed, block]).generate_state(1)[0]
-    # reasoning-gym seeds item i with seed + i: neighbouring seeds would share
-    # items, hence the mixing.
+    # reasoning-gym seeds item i with seed + i, so that neighbouring seeds would
+    # share items if they were not mixed.
     return self._create(seed=int(mixed), size=_BLOCK)
 
   def _example(self, entry):
+    """Makes an example of an entry of the data set."""
     columns = {"entry": entry}
     if self._verifier is not None:
       try:
@@ -170,7 +173,7 @@ class ReasoningGym(base.Task):
 
 
 def _check_fields(name, config_class, config):
-  """Refuses options that the data set's configuration does not have."""
+  """Raises ValueError for options that the configuration does not have."""
   known = {field.name for field in dataclasses.fields(config_class)}
   known -= {"seed", "size"}  # Set by the task.
   for key in config:

@@ -7,17 +7,17 @@ import numpy as np
 
 from experiments.tasks import base
 
-# Examples that the shares are exact over.
+# Number of consecutive examples in which the shares are exact.
 _BLOCK = 1000
 
 
 class Mixture(base.Task):
   """Several tasks whose training examples alternate at random.
 
-  Of each 1,000 consecutive examples, a fixed number is of each task: its share
-  of the weights, rounded. Their order is a permutation by the seed. Each task
-  is walked through by its own index without gaps, so one epoch of it is one of
-  its epochs. The held-out examples are those of all tasks, one after another.
+  Each block of 1,000 consecutive examples has a fixed number from each task:
+  its share of the weights, rounded. Their order is a permutation that depends
+  on the seed. The examples of a task are taken in its own order, without gaps.
+  The held-out examples are those of all tasks, one task after another.
   """
 
   examples_in = ("_blocks",)
@@ -29,16 +29,16 @@ class Mixture(base.Task):
       tasks: Sequence[base.Task],
       weights: Sequence[float],
   ):
-    """See `make_task`.
+    """Creates the mixture; see `make_task`.
 
     Args:
-      name: of the mixture.
-      seed: order of the tasks.
-      tasks: at least one; of different names.
-      weights: one positive number per task.
+      name: Name of the mixture.
+      seed: Random seed of the order of the tasks.
+      tasks: At least one task; their names differ.
+      weights: One positive number per task.
 
     Raises:
-      ValueError: for a weight under a thousandth of their sum.
+      ValueError: If a weight is less than a thousandth of their sum.
     """
     self.name = name
     self._seed = seed
@@ -48,16 +48,16 @@ class Mixture(base.Task):
       if share < 1 / _BLOCK:
         raise ValueError(
             f"task {name!r}: the weight of {task.name!r} is {share:.1e} of the"
-            " sum and must be at least a thousandth"
+            " sum; raise it to at least a thousandth"
         )
-    # Largest remainders: the counts add up to the block.
+    # Rounded by largest remainder, so that the counts add up to the block.
     counts = np.floor(shares * _BLOCK).astype(int)
     rest = np.argsort(counts - shares * _BLOCK, kind="stable")
     counts[rest[: _BLOCK - counts.sum()]] += 1
     self._counts = counts
 
   def train(self, index: int) -> base.Example:
-    """The example at a position, of one of the tasks."""
+    """Returns the example at a position, from one of the tasks."""
     base.check_index(index)
     block, position = divmod(index, _BLOCK)
     which, rank = self._blocks(block)
@@ -66,28 +66,28 @@ class Mixture(base.Task):
     return list(self._tasks.values())[part].train(inner)
 
   def heldout(self) -> list[base.Example]:
-    """The held-out examples of all tasks, one after another."""
+    """Returns the held-out examples of all tasks, one task after another."""
     return [x for task in self._tasks.values() for x in task.heldout()]
 
   def reward(self, example: base.Example, completion: str) -> float:
-    """The reward of the task that the example is from."""
+    """Returns the reward by the task that the example is from."""
     return self._tasks[example.task].reward(example, completion)
 
   def well_formed(self, example: base.Example, completion: str) -> bool:
-    """As the task that the example is from says."""
+    """Returns whether the response has the format of the example's task."""
     return self._tasks[example.task].well_formed(example, completion)
 
   def has_form(self) -> bool:
-    """Whether all its tasks have a form of answers."""
+    """Returns whether all tasks have an answer format."""
     return all(task.has_form() for task in self._tasks.values())
 
   @functools.cached_property
   def _blocks(self):
-    """The order within a block, the last one kept."""
+    """The order within a block; the last one is cached."""
     return functools.lru_cache(maxsize=1)(self._order)
 
   def _order(self, block):
-    """Task at each position, and its number among those of the task."""
+    """The task at each position of a block, and its rank among that task's."""
     which = np.repeat(np.arange(len(self._counts)), self._counts)
     which = np.random.default_rng([self._seed, block]).permutation(which)
     rank = np.zeros(_BLOCK, int)

@@ -1,8 +1,8 @@
-r"""Problems with answers: rows of a JSON-lines or Parquet file, or of Python.
+r"""Problems with answers, from a JSON-lines or Parquet file or from Python.
 
 A row has a prompt (`prompt`, `question` or `problem`) and a right answer
-(`answer` or `solution`; see `answers.parse`). Where a row has several of these
-fields, the first one named here counts. Its other fields become columns.
+(`answer` or `solution`; see `answers.parse`). If a row has several of these
+fields, the first in this order counts. Its other fields become columns.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ _Rows = Iterator[tuple[str, Any]]
 
 
 class Problems(base.Task):
-  """Problems and answers of given rows; the reward is 1 for a right answer."""
+  """Problems and answers in given rows; the reward is 1 for a right answer."""
 
   examples_in = ("_train", "_heldout")
 
@@ -40,20 +40,20 @@ class Problems(base.Task):
     r"""Reads all rows; see `make_task`.
 
     Args:
-      name: of the task.
-      rows: where a row is from (for errors), and the row.
-      seed: order of the training examples.
-      heldout_size: prompts to hold out, at most half of the different ones.
-      heldout_rows: rows to hold out instead; a training row of the same prompt
-        is left out.
-      instruction: appended to the last message of each prompt, for example
+      name: Name of the task.
+      rows: Pairs of a row's origin (for errors) and the row.
+      seed: Random seed of the order of the training examples.
+      heldout_size: Prompts to hold out, at most half of the different ones.
+      heldout_rows: Rows to hold out instead; training rows with the same prompt
+        are left out.
+      instruction: Text appended to the last message of each prompt, for example
         `'Put the final answer in \boxed{}.'`.
-      verifier: `'number'`, `'math'` or `'text'`; by default by the answer, see
-        `answers`.
+      verifier: `'number'`, `'math'` or `'text'`; by default chosen by the form
+        of each answer, see `answers`.
 
     Raises:
-      ValueError: for a row that is no problem or an answer that no verifier
-        parses (named by where it is from), or fewer than two different prompts.
+      ValueError: If a row is not a problem, no verifier parses its answer (both
+        with the row's origin), or there are fewer than two different prompts.
     """
     base.check_heldout_size(heldout_size)
     answers.check_verifier(verifier)
@@ -80,48 +80,53 @@ class Problems(base.Task):
     if not self._train or not self._heldout:
       raise ValueError(
           f"{name} needs problems to train on and to hold out, got"
-          f" {len(self._train)} and {len(self._heldout)}"
+          f" {len(self._train)} and {len(self._heldout)}: add rows with other"
+          " prompts"
       )
 
   def __setstate__(self, state: dict[str, Any]) -> None:
     vars(self).update(state)
     if self._has_formulas:
-      answers.prepare()  # Not within the time limit of the first response.
+      answers.prepare()  # Else the first response might exceed its time limit.
 
   def train(self, index: int) -> base.Example:
-    """The example at a position of the endless, reshuffled sequence."""
+    """Returns the example at a position of the endless, reshuffled sequence."""
     row = base.shuffled(self._seed, index, len(self._train))
     return self._train[row]._replace(task=self.name)
 
   def heldout(self) -> list[base.Example]:
-    """The held-out rows, in the order of their prompts."""
+    """Returns the held-out rows, in the order of their prompts."""
     return [x._replace(task=self.name) for x in self._heldout]
 
   def reward(self, example: base.Example, completion: str) -> float:
-    """1.0 where the completion gives the answer, else 0.0."""
+    """Returns 1.0 if the completion gives the answer, else 0.0."""
     columns = example.columns
     right = answers.Answer(columns["answer"], columns["verifier"])
     return float(answers.same(completion, right))
 
   def well_formed(self, example: base.Example, completion: str) -> bool:
-    r"""Whether the response ends in `\boxed{answer}` or `#### answer`."""
+    r"""Returns whether the response ends in `\boxed{...}` or `#### ...`."""
     del example
     return answers.ends_in_answer(completion)
 
 
 class Jsonl(Problems):
-  """Problems of a file with one JSON object on each line."""
+  """Problems from a file with one JSON object on each line."""
 
   def __init__(
       self, path: str, seed: int, *, heldout: str | None = None, **options: Any
   ):
-    """See `make_task`.
+    """Reads the file; see `make_task`.
 
     Args:
-      path: the file; blank lines are skipped.
-      seed: order of the training examples.
-      heldout: a file of held-out problems, in the same format.
-      **options: as of `Problems`.
+      path: The file; blank lines are skipped.
+      seed: Random seed of the order of the training examples.
+      heldout: A file of held-out problems in the same format.
+      **options: Further arguments of `Problems`.
+
+    Raises:
+      ValueError: If a file is not valid; names the line.
+      OSError: If a file cannot be read.
     """
     held = None if heldout is None else _json_lines(heldout)
     name = f"jsonl:{path}"
@@ -131,12 +136,12 @@ class Jsonl(Problems):
 
 
 class Parquet(Problems):
-  """Problems of a Parquet file (extra `tasks`)."""
+  """Problems from a Parquet file (extra `tasks`)."""
 
   def __init__(
       self, path: str, seed: int, *, heldout: str | None = None, **options: Any
   ):
-    """See `Jsonl`."""
+    """Reads the file; see `Jsonl`."""
     held = None if heldout is None else _parquet_rows(heldout)
     name = f"parquet:{path}"
     super().__init__(
@@ -145,7 +150,7 @@ class Parquet(Problems):
 
 
 def _json_lines(path) -> _Rows:
-  """Each line of a file with its place."""
+  """Yields each line of a file with its place."""
   try:
     lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
   except UnicodeDecodeError as error:
@@ -160,7 +165,7 @@ def _json_lines(path) -> _Rows:
 
 
 def _parquet_rows(path) -> _Rows:
-  """Each row of a file with its place; the first is 1."""
+  """Yields each row of a file with its place, counted from 1."""
   parquet = _optional.require("pyarrow.parquet", "tasks")
   try:
     table = parquet.read_table(path)
@@ -173,27 +178,29 @@ def _parquet_rows(path) -> _Rows:
           f" {', '.join(table.column_names) or 'none'}"
       )
   for number, row in enumerate(table.to_pylist(), start=1):
-    # A column that this row has no value of.
+    # Columns in which this row has no value are left out.
     yield f"{path}: row {number}", {
         k: v for k, v in row.items() if v is not None
     }
 
 
-def _by_prompt(rows, instruction, verifier):
-  """Examples by prompt, in the order of the rows."""
-  found = {}
+def _by_prompt(
+    rows: Iterable[tuple[str, Any]], instruction: str, verifier: str | None
+) -> dict[str, list[base.Example]]:
+  """Groups examples by prompt, in the order of the rows."""
+  groups: dict[str, list[base.Example]] = {}
   for where, row in rows:
     example = _example(where, row, instruction, verifier)
-    found.setdefault(json.dumps(example.prompt), []).append(example)
-  return found
+    groups.setdefault(json.dumps(example.prompt), []).append(example)
+  return groups
 
 
 def _split(keys, heldout_size, name):
-  """Prompts to hold out. Rows of one prompt stay on one side."""
+  """Chooses the prompts to hold out, each with all of its rows."""
   if len(keys) < 2:
     raise ValueError(
-        f"{name} needs at least two different prompts, one of them to hold "
-        f"out, got {len(keys)}"
+        f"{name} needs at least two different prompts, so that one can be held"
+        f" out, got {len(keys)}: add rows"
     )
   order = np.random.default_rng(base.SPLIT_SEED).permutation(len(keys))
   held = order[: min(heldout_size, len(keys) // 2)]
@@ -201,7 +208,7 @@ def _split(keys, heldout_size, name):
 
 
 def _example(where, row, instruction, verifier):
-  """An example from one row."""
+  """Makes an example from a row."""
   if not isinstance(row, dict):
     raise ValueError(
         f"{where}: must be an object with {_either(PROMPT_FIELDS)} and"
@@ -214,14 +221,14 @@ def _example(where, row, instruction, verifier):
     prompt = base.user(prompt)
   if not _is_chat(prompt):
     raise ValueError(
-        f"{where}: {prompt_field!r} must be a non-empty string or a list of "
-        f"{{'role': ..., 'content': ...}}, got {prompt!r}"
+        f"{where}: {prompt_field!r} must be a non-empty string or a list of"
+        f" {{'role': ..., 'content': ...}}, got {prompt!r}"
     )
   prompt = base.instruct(prompt, instruction)
   if isinstance(answer, bool) or not isinstance(answer, str | int | float):
     raise ValueError(
-        f"{where}: {answer_field!r} must be a string or a number, got "
-        f"{answer!r}"
+        f"{where}: {answer_field!r} must be a string or a number, got"
+        f" {answer!r}"
     )
   if not str(answer).strip():
     raise ValueError(f"{where}: {answer_field!r} must not be empty")
@@ -239,7 +246,7 @@ def _example(where, row, instruction, verifier):
 
 
 def _field(where, row, fields):
-  """The first of these fields that the row has."""
+  """Returns the first of these fields that the row has."""
   for field in fields:
     if field in row:
       return field
@@ -250,13 +257,13 @@ def _field(where, row, fields):
 
 
 def _either(fields):
-  """'a', 'b' or 'c'."""
+  """Joins names: 'a', 'b' or 'c'."""
   *most, last = map(repr, fields)
   return f"{', '.join(most)} or {last}"
 
 
 def _is_chat(prompt):
-  """Whether this is a non-empty list of messages with text."""
+  """Returns whether this is a non-empty list of messages with text."""
   return (
       isinstance(prompt, list)
       and bool(prompt)

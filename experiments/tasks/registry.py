@@ -1,4 +1,4 @@
-"""Tasks by name."""
+"""Makes tasks by name."""
 
 from collections.abc import Callable
 import inspect
@@ -25,23 +25,23 @@ _KIND_OPTIONS = {
 
 
 def make_task(name: str, seed: int, **options: Any) -> base.Task:
-  """Builds a task by name; the table of `experiments.tasks` lists them.
+  """Makes a task by name; the docstring of `experiments.tasks` lists the names.
 
   Args:
-    name: a task, with options as in `'reasoning_gym:gcd?max_value=50&num=2'`;
+    name: A task, with options as in `'reasoning_gym:gcd?max_value=50&num=2'`;
       or a weighted sum of tasks, `'0.7*addition + 0.3*reasoning_gym:gcd'`.
-    seed: order (and for procedural data sets content) of the training
-      examples. Held-out examples do not depend on it.
-    **options: as in the name, for example `heldout_size=200`; of a sum, for
-      each of its tasks.
+    seed: Random seed of the order of the training examples, and for procedural
+      data sets of their content. Held-out examples do not depend on it.
+    **options: Options as in the name, for example `heldout_size=200`; in a sum
+      they apply to each task.
 
   Returns:
-    A `Task`.
+    The task.
 
   Raises:
-    ValueError: if the name or an option is unknown (names the nearest known
+    ValueError: If the name or an option is unknown (names the most similar
       ones), or the task refuses its options or its data.
-    ImportError: if the task needs an extra that is not installed.
+    ImportError: If the task needs an extra that is not installed.
   """
   terms = grammar.weighted_sum(name, "task")
   parts = [_one(term, seed, options) for _, term in terms]
@@ -50,16 +50,19 @@ def make_task(name: str, seed: int, **options: Any) -> base.Task:
   names = [part.name for part in parts]
   for one in names:
     if names.count(one) > 1:
-      raise ValueError(f"task {name!r} has {one!r} twice: add its weights")
+      raise ValueError(f"task {name!r} has {one!r} twice: add up its weights")
   return Mixture(name, seed, parts, [weight for weight, _ in terms])
 
 
 def _one(name, seed, extra):
-  """A task that is not a sum."""
+  """Makes a task that is not a sum."""
   base_name, options = grammar.options(name)
   options = {**options, **extra}
   if "seed" in options:
-    raise ValueError(f"task {name!r}: the seed is not an option of the name")
+    raise ValueError(
+        f"task {name!r}: the seed is not an option of the name; remove it and"
+        " set config.task.seed"
+    )
   kind, _, argument = base_name.partition(":")
   if kind not in _KINDS:
     if not functions.is_name(base_name):
@@ -71,16 +74,16 @@ def _one(name, seed, extra):
     argument = argument or ("1" if kind == "addition" else "")
     if not argument:
       raise ValueError(f"task must be {form}, got {name!r}")
-    if kind != "reasoning_gym":  # Its data sets know their own.
+    if kind != "reasoning_gym":  # Its data sets check their own options.
       _check_options(kind, options, _KIND_OPTIONS[kind])
     task = make(argument, seed, **options)
   if "?" in name:
-    task.name = name  # Two tasks that differ in their options only.
+    task.name = name  # Tells apart tasks that differ in their options only.
   return task
 
 
 def _of_function(name, seed, options):
-  """What a function of any module gives: rows, or a task."""
+  """Makes a task from what a function of any module returns."""
   function = functions.load(name)
   parameters = inspect.signature(function).parameters.values()
   takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -109,7 +112,7 @@ def _of_function(name, seed, options):
 
 
 def _check_options(name, options, known):
-  """Refuses options that a task does not have."""
+  """Raises ValueError for options that a task does not have."""
   for key in options:
     if key not in known:
       raise ValueError(base.unknown(f"option of {name}", key, known))

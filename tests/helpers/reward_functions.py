@@ -1,4 +1,4 @@
-"""Reward functions that a run must survive, and one that works."""
+"""Reward functions and tasks that a run must survive, and one that works."""
 
 import ctypes
 import os
@@ -10,13 +10,13 @@ from experiments import tasks
 
 
 def short(example, completion):
-  """Works."""
+  """Returns a reward that falls with the length of the response."""
   del example
   return 1.0 / (1 + len(completion))
 
 
 def behave(example, completion):
-  """Does what the response says; the reward is the length of the rest."""
+  """Does what the first word says; returns the length of the rest."""
   del example
   word, _, rest = completion.partition(" ")
   match word:
@@ -52,7 +52,7 @@ def behave(example, completion):
 
 
 class Other(tasks.Addition):
-  """A task without a form of answers, and without a pickle."""
+  """A task that has no answer format and cannot be pickled."""
 
   well_formed = tasks.Task.well_formed
 

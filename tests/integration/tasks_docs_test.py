@@ -1,4 +1,4 @@
-"""What docs/tasks.md shows is run."""
+"""Runs the examples of docs/tasks.md."""
 
 import importlib
 import json
@@ -45,13 +45,13 @@ def test_rows(tmp_path):
   (block,) = _blocks("json")
   (tmp_path / "a.jsonl").write_text(block)
   task = tasks.make_task(f"jsonl:{tmp_path / 'a.jsonl'}", 0, heldout_size=1)
-  found = {
+  by_verifier = {
       x.columns["verifier"]: x
       for x in [*task.heldout(), task.train(0), task.train(1)]
   }
   responses = {"text": "paris", "number": "So 18", "math": "\\boxed{0.5}"}
   for verifier, text in responses.items():
-    assert task.reward(found[verifier], text) == 1
+    assert task.reward(by_verifier[verifier], text) == 1
 
 
 def test_options(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Tests of what becomes of responses that the limit cut off."""
+"""Tests of how responses that were cut off count."""
 
 import numpy as np
 import pytest
@@ -24,22 +24,22 @@ def _treat(kind, buffer=4, rewards=_REWARDS, lengths=_LENGTHS):
 
 @pytest.mark.parametrize("kind", ["keep", "mask", "filter"])
 def test_kinds_that_leave_rewards(kind):
-  found = _treat(kind)
-  np.testing.assert_array_equal(found.rewards, _REWARDS)
+  treated = _treat(kind)
+  np.testing.assert_array_equal(treated.rewards, _REWARDS)
   everyone = np.ones(7, bool)
   in_loss = everyone if kind == "keep" else _FINISHED
-  np.testing.assert_array_equal(found.in_loss, in_loss)
+  np.testing.assert_array_equal(treated.in_loss, in_loss)
   in_baseline = _FINISHED if kind == "filter" else everyone
-  np.testing.assert_array_equal(found.in_baseline, in_baseline)
+  np.testing.assert_array_equal(treated.in_baseline, in_baseline)
 
 
 def test_penalty():
-  found = _treat("penalty")
-  # DAPO's eq. 13 by hand: 0 up to 10 - 4 tokens, (6 - L) / 4 from there.
+  treated = _treat("penalty")
+  # DAPO's eq. 13 by hand: 0 up to 10 - 4 tokens, then (6 - L) / 4.
   right = _REWARDS - [0, 0, 0.25, 0.5, 0.75, 1, 1]
-  np.testing.assert_array_equal(found.rewards, right)
-  assert found.rewards.dtype == np.float32
-  assert found.in_loss.all() and found.in_baseline.all()
+  np.testing.assert_array_equal(treated.rewards, right)
+  assert treated.rewards.dtype == np.float32
+  assert treated.in_loss.all() and treated.in_baseline.all()
   steep = _treat("penalty", buffer=1).rewards
   np.testing.assert_array_equal(steep, _REWARDS - [0, 0, 0, 0, 0, 1, 1])
   whole = _treat("penalty", buffer=10).rewards
@@ -48,22 +48,22 @@ def test_penalty():
 
 def test_arguments_stay_as_they_are():
   rewards = _REWARDS.copy()
-  found = _treat("penalty", rewards=rewards)
+  treated = _treat("penalty", rewards=rewards)
   np.testing.assert_array_equal(rewards, _REWARDS)
-  found = _treat("filter")
-  found.in_loss[:] = False
-  assert found.in_baseline.any() and _FINISHED.any()
+  treated = _treat("filter")
+  treated.in_loss[:] = False
+  assert treated.in_baseline.any() and _FINISHED.any()
 
 
 def test_filtered_is_not_sampled():
-  """A group without its unfinished response, in advantages and weights."""
+  """Advantages and weights are those of the group without the response."""
   rewards, lengths = np.asarray([1.0, 0.0, 0.5]), np.asarray([2, 3, 8])
-  found = overlong.treat(
+  treated = overlong.treat(
       rewards, lengths, [True, True, False], kind="filter", max_new_tokens=8
   )
   for name, loss in losses.LOSSES.items():
-    advantages = loss.advantages(found.rewards, 3, found.in_baseline)
-    weights = loss.weights(lengths, 8, found.in_loss)
+    advantages = loss.advantages(treated.rewards, 3, treated.in_baseline)
+    weights = loss.weights(lengths, 8, treated.in_loss)
     right = loss.advantages(rewards[:2], 2), loss.weights(lengths[:2], 8)
     np.testing.assert_allclose(advantages[:2], right[0], err_msg=name)
     np.testing.assert_allclose(weights[:2], right[1], err_msg=name)

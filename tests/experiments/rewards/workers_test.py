@@ -84,7 +84,7 @@ def test_processes_start_late_stay_and_end_with_their_children():
   )
   assert first == second != os.getpid()
   assert pool.score([], []).total.shape == (0,)
-  pool.score([example], ["child"])  # Its process is ended and replaced.
+  pool.score([example], ["child"])  # The process is ended and replaced.
   third = int(pool.score([example], ["pid"]).total[0])
   assert third != first and not _alive(first)
   listed = subprocess.run(
@@ -93,7 +93,7 @@ def test_processes_start_late_stay_and_end_with_their_children():
   lines = [line.split() for line in listed.stdout.splitlines()]
   groups = [group for group, state in lines if not state.startswith("Z")]
   assert str(third) in groups and str(first) not in groups
-  # One that ended between batches is replaced.
+  # A process that ended between batches is replaced.
   os.kill(third, signal.SIGKILL)
   time.sleep(0.1)
   assert pool.score([example], ["fine 12"]).total[0] == 2
@@ -158,7 +158,7 @@ def test_rewards_that_are_refused(reward, message):
     [
         ({"workers": -1}, "workers must be an int of at least 0, got -1"),
         ({"workers": 1.0}, r"workers must be .* got 1\.0"),
-        ({"timeout": 0}, "timeout must be positive seconds, got 0"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds, got 0"),
         ({"timeout": float("inf")}, "timeout must be .* got inf"),
     ],
 )
@@ -169,10 +169,10 @@ def test_numbers_out_of_range(options, message):
 
 def test_tasks_that_cannot_be_scored():
   task = tasks.make_task("tests.helpers.reward_functions:Other", 0)
-  with pytest.raises(ValueError, match="Other' has no form of answers"):
+  with pytest.raises(ValueError, match="Other' has no answer format"):
     rewards.RewardWorkers(task, "format", workers=0)
   mixed = tasks.make_task("addition + tests.helpers.reward_functions:Other", 0)
-  with pytest.raises(ValueError, match="has no form of answers"):
+  with pytest.raises(ValueError, match="has no answer format"):
     rewards.RewardWorkers(mixed, "format", workers=0)
   with pytest.raises(ValueError, match=r"cannot be sent .*or score with work"):
     rewards.RewardWorkers(task)

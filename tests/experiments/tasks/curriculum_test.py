@@ -1,4 +1,4 @@
-"""Tests of the choice of prompts by pass rate."""
+"""Tests of choosing prompts by their pass rate."""
 
 import jax
 import numpy as np
@@ -18,25 +18,26 @@ def test_counts_and_memory():
   np.testing.assert_array_equal(first.counts, [3, 0, 3, 0])
   np.testing.assert_array_equal(first.passes, [3, 0, 1, 0])
   second = curriculum.observe(first, [2], [[1.0, 0.5]])
-  # Half of what was there, and two more.
+  # Earlier counts are halved, then two responses are added.
   np.testing.assert_array_equal(second.counts, [3, 0, 3.5, 0])
   np.testing.assert_array_equal(second.passes, [3, 0, 2, 0])
-  # States are values.
+  # Earlier states are unchanged.
   assert not state.counts.any() and first.counts[2] == 3
 
 
 def test_probabilities():
   state = _state([0, 8, 8, 8, 1000], [0, 4, 0, 8, 1000])
-  found = curriculum.probabilities(state)
+  chances = curriculum.probabilities(state)
   rates = np.asarray([1 / 2, 5 / 10, 1 / 10, 9 / 10, 1001 / 1002])
   weights = rates * (1 - rates)
   right = 0.9 * weights / weights.sum() + 0.1 / 5
-  np.testing.assert_allclose(found, right, rtol=1e-12)
-  np.testing.assert_allclose(found.sum(), 1.0)
-  # Unseen and half solved first; what is always solved, no less than the floor.
-  assert found[0] == found[1] > 2 * found[2]
-  np.testing.assert_allclose(found[2], found[3])
-  assert 0.1 / 5 < found[4] < 0.11 / 5
+  np.testing.assert_allclose(chances, right, rtol=1e-12)
+  np.testing.assert_allclose(chances.sum(), 1.0)
+  # Unseen and half solved examples come first; one that is always solved has
+  # little more than the floor.
+  assert chances[0] == chances[1] > 2 * chances[2]
+  np.testing.assert_allclose(chances[2], chances[3])
+  assert 0.1 / 5 < chances[4] < 0.11 / 5
 
 
 def test_choice_is_a_function_of_its_arguments():
@@ -48,7 +49,7 @@ def test_choice_is_a_function_of_its_arguments():
   np.testing.assert_array_equal(draw(3), first)
   assert len(set(first.tolist())) == 5 and first.dtype == np.int64
   assert draw(4).tolist() != first.tolist() != draw(3, seed=8).tolist()
-  # What a checkpoint restores are arrays of another kind.
+  # A checkpoint restores JAX arrays instead of NumPy's.
   restored = jax.tree.map(jax.numpy.asarray, state)
   again = curriculum.choose(restored, 5, seed=7, update=3)
   np.testing.assert_array_equal(again, first)
@@ -64,10 +65,10 @@ def test_choice_follows_the_probabilities():
   draws = [
       curriculum.choose(state, 1, seed=0, update=u)[0] for u in range(4000)
   ]
-  found = np.bincount(draws, minlength=4) / 4000
+  frequencies = np.bincount(draws, minlength=4) / 4000
   expected = curriculum.probabilities(state)
   deviation = np.sqrt(expected * (1 - expected) / 4000)
-  assert np.all(np.abs(found - expected) < 4 * deviation)
+  assert np.all(np.abs(frequencies - expected) < 4 * deviation)
 
 
 def test_nothing_starves():
@@ -82,13 +83,13 @@ def test_nothing_starves():
   )
   # At least 10 draws at the floor of 0.1 / 100.
   assert chosen > 0.7 * updates * 10 * 0.1 / 100
-  # And far less than the others, which have a tenth of the draws each.
+  # And far less often than the others, each drawn in a tenth of the updates.
   assert chosen < 0.3 * updates * 10 / 100
 
 
 def test_whole_pool():
-  found = curriculum.choose(curriculum.init(6), 6, seed=0, update=0)
-  assert sorted(found.tolist()) == list(range(6))
+  chosen = curriculum.choose(curriculum.init(6), 6, seed=0, update=0)
+  assert sorted(chosen.tolist()) == list(range(6))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests of reasoning-gym's data sets as tasks."""
+"""Tests of the data sets of reasoning-gym as tasks."""
 
 import copy
 import json
@@ -11,7 +11,7 @@ from experiments import _optional, tasks
 
 pytest.importorskip("reasoning_gym")
 
-# What solves an entry whose data set gives no answer.
+# Solutions to entries of data sets that give no answer.
 _SOLUTIONS = {
     "graph_color": lambda entry: json.dumps(
         entry["metadata"]["possible_answer"]
@@ -19,7 +19,7 @@ _SOLUTIONS = {
     "propositional_logic": lambda entry: entry["metadata"]["example_answer"],
     "rubiks_cube": lambda entry: entry["metadata"]["example_correct_answer"],
 }
-# No solution is given by the data set.
+# Data sets that give no solution, with an answer to score.
 _UNSOLVED = {"boxnet": "{}", "rush_hour": "F+1"}
 
 
@@ -28,7 +28,7 @@ def _entry(example):
 
 
 def _check(dataset):
-  """Its examples are reproducible and scored as the data set does."""
+  """Examples are reproducible, and scored as by the data set itself."""
   name = f"reasoning_gym:{dataset}"
   task = tasks.make_task(name, 0, heldout_size=2)
   examples = [*task.heldout(), task.train(0)]
@@ -56,7 +56,7 @@ def _check(dataset):
         assert scorer.reward(example, text) == right
     nothing = task.reward(example, "<answer>nothing</answer>")
     assert np.isfinite(nothing)
-    # Its scorer compares whether the answers are empty.
+    # The scorer of game_of_life_halting only compares whether texts are empty.
     assert nothing < 1 or dataset == "game_of_life_halting"
     assert task.well_formed(example, f"Hm. <answer>{answer}</answer>\n")
     assert repr(example) == repr(before)
@@ -83,7 +83,7 @@ def test_every_data_set():
 
 def test_never_trains_on_heldout_questions():
   name = "reasoning_gym:chain_sum"
-  # A hundred questions in all, so that draws meet held-out ones often.
+  # There are only a hundred questions, so that draws often meet held-out ones.
   small = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
   task = tasks.make_task(name, 0, heldout_size=50, **small)
   held = {_entry(x)["question"] for x in task.heldout()}

@@ -197,9 +197,9 @@ def test_other_columns_are_kept(tmp_path):
 def test_kinds_of_answers(field, text, verifier):
   if verifier == "math":
     pytest.importorskip("math_verify")
-  found = answers.parse(field)
-  assert found.verifier == verifier
-  assert found.text == (text or "\\{2, \\frac{3}{4}\\}")
+  answer = answers.parse(field)
+  assert answer.verifier == verifier
+  assert answer.text == (text or "\\{2, \\frac{3}{4}\\}")
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_functions_of_any_module(tmp_path, monkeypatch):
       "made_rows:no_seed": "is called with seed: .* unexpected .*'seed'",
       "made_rows:number": "must return a list of rows or .*Task, got int",
       "made_rows:bad": "made_rows:bad: row 1: must have 'answer'",
-      "broken_rows:rows": "'broken_rows' does not import: .*no_such_thing",
+      "broken_rows:rows": "'broken_rows' cannot be imported: .*no_such_thing",
   }.items():
     with pytest.raises(ValueError, match=message):
       tasks.make_task(name, 0)

@@ -1,4 +1,4 @@
-"""Tests of prompts by index and of verifiable rewards."""
+"""Tests of tasks by name: prompts by index, and verifiable rewards."""
 
 import decimal
 import re
@@ -45,7 +45,7 @@ def test_addition_rewards_the_sum():
   for example in task.heldout():
     right = example.columns["answer"]
     wrong = str(int(right) + 1)
-    # A response that lists all candidates makes one guess, the last.
+    # A response that lists all candidates makes a single guess, the last one.
     everything = " ".join(map(str, range(19))) + " 19"
     completions = [right, f"It is {right}.", wrong, "", everything]
     rewards = tasks.checked_rewards(task, [example] * 5, completions)
@@ -124,7 +124,7 @@ def test_addition_of_two_digits():
   assert len(set(pairs)) == len(pairs)
   assert {(b, a) for a, b in pairs} == set(pairs)
   assert 0.15 < len(pairs) / 100**2 < 0.25
-  # The first of them, which may be all that is evaluated, are like the rest.
+  # The first ones, which might be all that are evaluated, are like the rest.
   assert abs(np.mean(pairs[:200]) - np.mean(pairs)) < 4
   first = {_content(task.train(i)) for i in range(8000)}
   assert not first & {_content(x) for x in task.heldout()}
@@ -142,7 +142,7 @@ def test_negative_index():
 
 
 class _Scored(tasks.Addition):
-  """Addition whose rewards a test chooses."""
+  """Addition with rewards that a test chooses."""
 
   def __init__(self, rewards):
     super().__init__("1", 0)
@@ -220,7 +220,7 @@ def test_mixture_has_exact_shares_and_walks_each_task_without_gaps():
     own = [x for x in examples if x.task == part]
     assert abs(len(own) / 2000 - share / 3.01) < 1e-3
     assert own == [parts[part].train(i) for i in range(len(own))]
-  # A function of the index alone.
+  # An example depends on the index alone.
   assert examples[1500] == tasks.make_task(name, 7).train(1500)
 
 
