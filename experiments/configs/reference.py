@@ -61,7 +61,7 @@ class Section(NamedTuple):
   fields: list[Field]
 
 
-def read(source: str) -> list[Section]:
+def read_sections(source: str) -> list[Section]:
   """Reads the sections of a config from its source.
 
   A field is an assignment to an attribute, within `get_config` or within a
@@ -99,7 +99,7 @@ def page() -> str:
   defaults = quickstart.get_config()
   source = pathlib.Path(quickstart.__file__).read_text(encoding="utf-8")
   lines = [_INTRO]
-  for section in read(source):
+  for section in read_sections(source):
     lines += [f"## {f'`{section.name}`' if section.name else 'Top level'}", ""]
     lines += [_markdown(section.text), ""]
     lines += ["| field | default | meaning |", "|---|---|---|"]

@@ -62,13 +62,13 @@ def test_every_field_is_on_the_page_with_its_default():
 
 def test_texts_are_sentences():
   source = (ROOT / "experiments/configs/quickstart.py").read_text()
-  for section in reference.read(source):
+  for section in reference.read_sections(source):
     for path, text in [(section.name, section.text), *section.fields]:
       assert re.match(r"[A-Z']", text) and text.endswith("."), path
 
 
 def test_comments_above_and_behind():
-  assert reference.read(_SOURCE) == [
+  assert reference.read_sections(_SOURCE) == [
       reference.Section(
           "",
           "Text of all.",
@@ -94,4 +94,4 @@ def test_comments_above_and_behind():
 )
 def test_a_field_without_a_text_is_refused(text, message):
   with pytest.raises(ValueError, match=message):
-    reference.read(_SOURCE.replace(text, ""))
+    reference.read_sections(_SOURCE.replace(text, ""))
