@@ -10,7 +10,7 @@ above or behind each field.
 
 Command: make quickstart
   (in a notebook: `experiments.models.download.ensure_model(config.model)`, then
-  `experiments.train.train(config, workdir)`)
+  `experiments.runs.loop.train(config, workdir)`)
 Cost: 4 minutes of training on two CPU cores, 4 GB of memory.
 Expected: the mean training reward rises from 0.29 to 0.98 in 15 updates, and
   the held-out accuracy (greedy decoding) from 0.55 to 1.00 in 20.
