@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 import json
+import os
 import pathlib
+import tempfile
 from typing import Any
 
 import jax.numpy as jnp
@@ -73,6 +75,13 @@ _REQUIRED = {
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+
+# Tokenizer files of other writers, which would override the ones we write.
+_OVERRIDES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
 
 
 class _Json(dict):
@@ -329,26 +338,37 @@ def save_description(
     tokenizer: tokenizer_lib.Tokenizer,
     dtype: DTypeLike,
 ) -> None:
-  """Writes everything of a model but its weights.
+  """Writes everything of a model except its weights.
+
+  Replaces an earlier description in the directory. Each file appears under its
+  name only when complete, `config.json` last.
 
   Args:
     directory: Created if it does not exist.
     config: The decoder's configuration.
-    tokenizer: The model's tokenizer.
-    dtype: Dtype of the weights that belong to it.
+    tokenizer: The model's tokenizer, with its chat template.
+    dtype: Dtype of the weights that the description belongs to.
 
   Raises:
     ValueError: If the family is unknown, or cannot have the configuration.
     OSError: If the directory cannot be written.
   """
   fields = _config_fields(config, tokenizer, dtype)
-  directory = pathlib.Path(directory)
-  directory.mkdir(parents=True, exist_ok=True)
-  _dump(directory / "config.json", fields)
   eos_ids = list(tokenizer.eos_ids)
   generation = {"eos_token_id": eos_ids, "pad_token_id": tokenizer.pad_id}
-  _dump(directory / "generation_config.json", generation)
-  tokenizer.save(directory)
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  # Written beside their destination: a rename is atomic only within one disk.
+  with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as folder:
+    new = pathlib.Path(folder)
+    tokenizer.save(new)
+    _dump(new / "generation_config.json", generation)
+    _dump(new / "config.json", fields)
+    for name in _OVERRIDES:
+      (directory / name).unlink(missing_ok=True)
+    names = [file.name for file in new.iterdir()]
+    for name in sorted(names, key="config.json".__eq__):
+      os.replace(new / name, directory / name)
 
 
 def save(

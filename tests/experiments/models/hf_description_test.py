@@ -34,6 +34,31 @@ def test_a_description_comes_back_as_it_was(name, tmp_path):
   assert tokenizer.apply_chat(chat) == model.tokenizer.apply_chat(chat)
 
 
+def test_a_description_replaces_another_one(tmp_path):
+  first, second = load.from_path(GOLDEN / "qwen3"), tiny.make_tiny(0)
+  hf.save_description(tmp_path, first.config, first.tokenizer, "float32")
+  (tmp_path / "chat_template.jinja").write_text("another model's")
+  hf.save_description(tmp_path, second.config, second.tokenizer, "float32")
+  config, tokenizer = hf.load_description(tmp_path)
+  assert config == second.config
+  assert tokenizer.apply_chat([{"role": "user", "content": "1 + 2"}]) == "1 + 2"
+  assert sorted(file.name for file in tmp_path.iterdir()) == [
+      "config.json",
+      "generation_config.json",
+      "tokenizer.json",
+      "tokenizer_config.json",
+  ]
+
+
+def test_a_refused_description_leaves_the_earlier_one(tmp_path):
+  model = tiny.make_tiny(0)
+  hf.save_description(tmp_path, model.config, model.tokenizer, "float32")
+  biased = dataclasses.replace(model.config, qkv_bias=True)
+  with pytest.raises(ValueError, match="cannot be written with qkv_bias=True"):
+    hf.save_description(tmp_path, biased, model.tokenizer, "float32")
+  assert hf.load_description(tmp_path)[0] == model.config
+
+
 def test_a_missing_description_names_the_file(tmp_path):
   with pytest.raises(ValueError, match=r"no config\.json"):
     hf.load_description(tmp_path)
