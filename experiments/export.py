@@ -2,17 +2,18 @@
 
   python -m experiments.export --workdir=DIR --out=HF_DIR [--dtype=bfloat16]
 
-`docs/export.md` says how to make a GGUF file of it.
+The run's base model is not needed. docs/export.md explains how to go on to a
+GGUF file.
 """
 
 import pathlib
-import sys
 
-from absl import app, flags, logging
+from absl import flags
 from jax.typing import DTypeLike
 
+from experiments import _cli
 from experiments.models import hf
-from experiments.runs import checkpoints, restore
+from experiments.runs import restore
 
 
 def export(
@@ -24,17 +25,17 @@ def export(
   """Exports a checkpoint of a run.
 
   Args:
-    workdir: directory of a run.
-    out: directory for `transformers` to load; made if it is not there.
-    dtype: of the weights in the files; None keeps the run's.
-    best: whether to take the checkpoint with the highest score, and not the
-      newest whole one.
+    workdir: Directory of the run.
+    out: Directory for `transformers` to load; created if it does not exist.
+    dtype: Dtype of the weights in the files; None keeps the run's.
+    best: Whether to take the checkpoint with the highest score instead of the
+      newest undamaged one.
 
   Returns:
     The number of updates that the exported model has seen.
 
   Raises:
-    ValueError: there is no run or no such checkpoint in `workdir`.
+    ValueError: If there is no run or no such checkpoint in `workdir`.
   """
   update, model = restore.load_run(workdir, best)
   hf.save(out, model.config, model.params, model.tokenizer, dtype=dtype)
@@ -42,11 +43,7 @@ def export(
 
 
 def main(names: flags.FlagValues) -> None:
-  logging.set_verbosity(logging.WARNING)
-  try:
-    update = export(names.workdir, names.out, names.dtype, names.best)
-  except (ValueError, OSError, checkpoints.CheckpointError) as error:
-    sys.exit(f"error: {error}")
+  update = export(names.workdir, names.out, names.dtype, names.best)
   print(f"{names.out}: the model after {update} updates")
 
 
@@ -54,8 +51,13 @@ if __name__ == "__main__":
   flags.DEFINE_string("workdir", None, "Directory of the run.")
   flags.DEFINE_string("out", None, "Directory to write.")
   flags.DEFINE_enum(
-      "dtype", None, ["float32", "bfloat16", "float16"], "Else the run's own."
+      "dtype",
+      None,
+      ["float32", "bfloat16", "float16"],
+      "Dtype of the weights; default: the run's.",
   )
-  flags.DEFINE_bool("best", False, "The best checkpoint, not the newest.")
+  flags.DEFINE_bool(
+      "best", False, "Export the best checkpoint instead of the newest."
+  )
   flags.mark_flags_as_required(["workdir", "out"])
-  app.run(lambda argv: main(flags.FLAGS))
+  _cli.run(main)

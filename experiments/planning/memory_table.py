@@ -21,7 +21,7 @@ from typing import Any
 from absl import app, flags
 
 from experiments.planning.plan import Request
-from experiments.runs import run_plot
+from experiments.reporting import figures
 
 _GIB = 2**30
 
@@ -196,7 +196,7 @@ def _dense_peak(
 def figure_of(results: Sequence[dict[str, Any]]) -> Any:
   """Saved rows as bars: peak, the weights' floor, a device's memory."""
   height = 1.2 + 0.32 * len(results)
-  figure = run_plot.make_figure(10, height)
+  figure = figures.make_figure(10, height)
   axes = figure.subplots()
   labels, at = [], range(len(results))
   for result in results:

@@ -1,12 +1,12 @@
 """Checkpoints that are either whole or not there.
 
-A checkpoint is written by Orbax into a folder with a temporary name, a list of
-the SHA-256 of its files is added, and a rename makes it count. A kill at any
-moment leaves the checkpoints before it as they were, and a checkpoint that was
-damaged later is told by its hashes and passed over for the one before.
+Orbax writes a checkpoint into a folder with a temporary name, the SHA-256
+hashes of its files are added, and a rename publishes it. A kill at any moment
+leaves earlier checkpoints untouched. A checkpoint that is damaged later is
+detected by its hashes, and the one before it is used.
 
-Training goes on while one is written: what the state was is copied to the
-host's memory first. One process alone does so; of several, all wait.
+A single process writes in the background, from a copy of the state in host
+memory, while training continues. With several processes, all of them wait.
 """
 
 from collections.abc import Callable
@@ -20,33 +20,36 @@ import pathlib
 import shutil
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from experiments import _cli
 from experiments.parallel import sharding
+from experiments.reporting.units import GIB
 
-PyTree = Any
 _MANIFEST = "manifest.json"
 _SCORE = "score.json"
 _TEMPORARY = ".tmp-"
 
 
 class CheckpointError(_cli.UserError):
-  """A checkpoint could not be written, or none of those there can be read."""
+  """A checkpoint could not be written, or none of them can be read."""
 
 
 class SaveTimer:
-  """Says after which updates a checkpoint is due."""
+  """Decides after which updates a checkpoint is due."""
 
   def __init__(self, *, every: int, minutes: float, start: float):
-    """Counts from `start`.
+    """Starts the clock.
 
     Args:
-      every: due after each update that this divides; 0 for never.
-      minutes: due when so much time passed since the last one; 0 for never.
-      start: the time now, in seconds, by the clock that `due` is given.
+      every: A checkpoint is due after every update that is a multiple of this;
+        0 means none is due by updates.
+      minutes: A checkpoint is due this many minutes after the last one; 0 means
+        none is due by time.
+      start: The current time in seconds, on the clock that `due` is given.
 
     Raises:
       ValueError: If a number is negative.
@@ -59,7 +62,7 @@ class SaveTimer:
     self._last = start
 
   def due(self, update: int, now: float) -> bool:
-    """Whether to save after `update`; one that is due restarts the clock."""
+    """Whether to save after `update`; if so, the clock restarts."""
     by_count = self._every and update % self._every == 0
     by_time = self._minutes and now - self._last >= 60 * self._minutes
     if by_count or by_time:
@@ -70,7 +73,7 @@ class SaveTimer:
 class Checkpoints:
   """The checkpoints of one run: `directory/<update, six digits>/`.
 
-  As a context manager it waits, on leaving, for what is still being written.
+  As a context manager, waits on exit until the last one is written.
   """
 
   def __init__(
@@ -80,18 +83,18 @@ class Checkpoints:
       keep: int = 2,
       background: bool = False,
   ):
-    """Looks at `directory`; one that others write to may be read.
+    """Opens `directory`, for reading too while another process writes to it.
 
     Args:
-      directory: where the checkpoints are; made if it is not there.
-      keep: how many of the newest are kept, at least 1. With 2 or more a
-        damaged newest one has one to fall back to. The one with the highest
-        score is kept beside them. Room is needed for one more.
-      background: `save` returns while the checkpoint is being written. With
-        several processes it never does.
+      directory: Where the checkpoints are; created if it does not exist.
+      keep: Number of the newest checkpoints to keep, at least 1. With 2 or more
+        there is one to fall back to if the newest is damaged. The one with the
+        highest score is kept in addition. The disk needs room for one more.
+      background: Whether `save` returns while the checkpoint is still being
+        written; ignored with several processes.
     """
     if keep < 1:
-      raise ValueError(f"keep must be at least 1, not {keep}")
+      raise ValueError(f"keep must be at least 1, got {keep}")
     self._directory = pathlib.Path(directory).absolute()
     self._keep = keep
     self._writer: futures.Executor | None = None
@@ -114,41 +117,43 @@ class Checkpoints:
     try:
       self.wait()
     except CheckpointError:
-      if error is None:  # Else that one is what ends the run.
+      if error is None:  # Otherwise that error ends the run.
         raise
 
   def updates(self) -> list[int]:
-    """The update counts of the checkpoints that are there, ascending."""
+    """Update numbers of the existing checkpoints, ascending."""
     names = [path.name for path in self._directory.iterdir()]
     return sorted(int(name) for name in names if name.isdigit())
 
   def best(self) -> tuple[int, float] | None:
-    """Update and score of the one with the highest score, the first of equals.
+    """Update and score of the checkpoint with the highest score.
 
-    One that is still being written counts. `None` where none has a score.
+    The earliest of equals wins; a checkpoint still being written counts.
+
+    Returns:
+      None if no checkpoint has a score.
     """
     if not self._scores:
       return None
     return min(self._scores.items(), key=lambda item: (-item[1], item[0]))
 
   def save(
-      self, update: int, state: PyTree, score: float | None = None
+      self, update: int, state: chex.ArrayTree, score: float | None = None
   ) -> None:
     """Writes `state` as the checkpoint of `update`.
 
-    All processes call it, and write their parts into the one directory. On
-    return the arrays may be donated or changed. One of the same update is
-    replaced, and later ones go: they were passed over as damaged.
+    All processes call this and write their parts into one directory. The arrays
+    may be donated or changed as soon as it returns. A checkpoint of the same
+    update is replaced. Later ones are removed: they were damaged and skipped.
 
     Args:
-      update: updates done, the checkpoint's name.
-      state: a tree of JAX or NumPy arrays.
-      score: what tells the best one, the higher the better; one that is not
-        finite does not count.
+      update: Number of updates done, which names the checkpoint.
+      state: A tree of JAX or NumPy arrays.
+      score: The higher, the better; a non-finite score is ignored.
 
     Raises:
-      CheckpointError: this one, or with `background` the one before, could not
-        be written. Those that were there still are.
+      CheckpointError: If this checkpoint, or with `background` the one before,
+        could not be written. Existing checkpoints are untouched.
     """
     self.wait()
     if score is not None and math.isfinite(score):
@@ -162,18 +167,22 @@ class Checkpoints:
       self._writing = self._writer.submit(self._write, update, copy)
 
   def wait(self) -> None:
-    """Waits until all is on disk; raises `CheckpointError` if it cannot be."""
+    """Waits until everything is on disk.
+
+    Raises:
+      CheckpointError: If it could not be written.
+    """
     writing, self._writing = self._writing, None
     if writing is not None:
       writing.result()
 
-  def _write(self, update: int, state: PyTree) -> None:
-    """Writes one checkpoint, or leaves nothing of it."""
+  def _write(self, update: int, state: chex.ArrayTree) -> None:
+    """Writes one checkpoint completely, or leaves nothing of it."""
     final = self._path(update)
     temporary = self._directory / f"{_TEMPORARY}{final.name}"
     try:
       if sharding.is_first_process():
-        # What a kill left half-written, too.
+        # Including what a kill left half-written.
         for old in self._directory.glob(f"{_TEMPORARY}*"):
           shutil.rmtree(old)
         temporary.mkdir()
@@ -185,14 +194,14 @@ class Checkpoints:
       if sharding.is_first_process():
         self._publish(temporary, final)
       sharding.wait_for_all("published")
-    # The system's, Orbax's and TensorStore's errors have no class in common.
+    # Errors of the system, Orbax and TensorStore share no base class.
     except Exception as error:
       self._scores.pop(update, None)
       shutil.rmtree(temporary, ignore_errors=True)
       raise CheckpointError(self._cannot_write(update, state, error)) from error
 
   def _publish(self, temporary: pathlib.Path, final: pathlib.Path) -> None:
-    """Makes what was written count, and older checkpoints go."""
+    """Publishes what was written, and removes checkpoints not to be kept."""
     update = int(final.name)
     score = self._scores.get(update)
     _write_synced(temporary / _SCORE, json.dumps({"score": score}))
@@ -209,36 +218,42 @@ class Checkpoints:
       shutil.rmtree(self._path(old))
       self._scores.pop(old, None)
 
-  def _cannot_write(self, update: int, state: PyTree, error: Exception) -> str:
-    """What happened to a checkpoint, and what to do about it."""
+  def _cannot_write(
+      self, update: int, state: chex.ArrayTree, error: Exception
+  ) -> str:
+    """The message for a failed write, with a remedy."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     free = shutil.disk_usage(self._directory).free
-    there = self.updates()
+    existing = self.updates()
     return (
-        f"the checkpoint of update {update} ({size / 2**30:.2f} GiB) could not"
-        f" be written to {self._directory} ({free / 2**30:.2f} GiB free):"
+        f"the checkpoint of update {update} ({size / GIB:.2f} GiB) could not"
+        f" be written to {self._directory} ({free / GIB:.2f} GiB free):"
         f" {_reason(error)}. Free space there, or lower config.checkpoint.keep"
-        f" ({self._keep}), and run the same command again: it goes on from "
-        + (f"the checkpoint of update {there[-1]}" if there else "the start")
+        f" ({self._keep}), and run the same command again: it resumes from "
+        + (
+            f"the checkpoint of update {existing[-1]}"
+            if existing
+            else "the start"
+        )
     )
 
   def restore(
       self,
-      template: PyTree,
+      template: chex.ArrayTree,
       report: Callable[[str], None] = print,
-  ) -> tuple[int, PyTree] | None:
-    """The newest whole checkpoint, or `None` where there is none at all.
+  ) -> tuple[int, chex.ArrayTree] | None:
+    """Restores the newest checkpoint that is not damaged.
 
     Args:
-      template: a tree of arrays, or `jax.ShapeDtypeStruct`s, with the
+      template: A tree of arrays, or of `jax.ShapeDtypeStruct`, with the
         structure, shapes, dtypes and shardings to restore to.
-      report: is told of each damaged checkpoint that was passed over.
+      report: Called with a line for each damaged checkpoint that is skipped.
 
     Returns:
-      Its update count and its state.
+      Its update number and its state; None if there are no checkpoints.
 
     Raises:
-      CheckpointError: there are checkpoints, and all of them are damaged.
+      CheckpointError: If all checkpoints are damaged.
     """
     self.wait()
     updates = self.updates()
@@ -254,15 +269,15 @@ class Checkpoints:
     if updates:
       raise CheckpointError(
           f"all checkpoints in {self._directory} are damaged; delete the"
-          " folder to start the run anew"
+          " folder to start the run over"
       )
     return None
 
   def load(self, update: int) -> dict[str, np.ndarray]:
-    """The arrays of one checkpoint by their names, without a template.
+    """Reads the arrays of one checkpoint by path, without a template.
 
     Raises:
-      CheckpointError: it is not there, or damaged.
+      CheckpointError: If it does not exist or is damaged.
     """
     self.wait()
     problem = _damage(self._path(update))
@@ -279,8 +294,8 @@ class Checkpoints:
     return self._directory / f"{update:06d}"
 
 
-def _restore(path: pathlib.Path, template: PyTree) -> PyTree:
-  """Reads one Orbax checkpoint into the template's form."""
+def _restore(path: pathlib.Path, template: chex.ArrayTree) -> chex.ArrayTree:
+  """Reads one Orbax checkpoint into the form of the template."""
   abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, template)
   with ocp.StandardCheckpointer() as checkpointer:
     state = checkpointer.restore(path, abstract)
@@ -289,12 +304,12 @@ def _restore(path: pathlib.Path, template: PyTree) -> PyTree:
 
 
 def _on_host(leaf: Any) -> bool:
-  """Whether it is a NumPy array, and no JAX array or description of one."""
+  """Whether a leaf is a NumPy array, not a JAX array or a description."""
   return isinstance(leaf, np.ndarray | np.generic)
 
 
 def _reason(error: Exception) -> str:
-  """An error in a few words, for TensorStore's hide the system's in many."""
+  """An error in a few words; TensorStore buries the system's in many."""
   text = str(error).strip() or type(error).__name__
   for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
     if os.strerror(code) in text:
@@ -303,7 +318,7 @@ def _reason(error: Exception) -> str:
 
 
 def _read_score(folder: pathlib.Path) -> float | None:
-  """The score of a checkpoint; None where it has none or cannot be read."""
+  """The score of a checkpoint; None without one, or if it is unreadable."""
   try:
     return json.loads((folder / _SCORE).read_text())["score"]
   except (OSError, ValueError, KeyError):
@@ -311,7 +326,7 @@ def _read_score(folder: pathlib.Path) -> float | None:
 
 
 def _hashes(folder: pathlib.Path) -> dict[str, str]:
-  """SHA-256 of every file under `folder` but the manifest, by its name."""
+  """SHA-256 of every file under `folder` except the manifest, by path."""
   hashes = {}
   for path in sorted(folder.rglob("*")):
     if path.is_file() and path.name != _MANIFEST:
@@ -322,7 +337,7 @@ def _hashes(folder: pathlib.Path) -> dict[str, str]:
 
 
 def _damage(folder: pathlib.Path) -> str | None:
-  """What is wrong with a checkpoint's files, or `None`."""
+  """What is wrong with a checkpoint's files; None if nothing is."""
   try:
     expected = json.loads((folder / _MANIFEST).read_text())
   except (OSError, ValueError) as error:
@@ -345,7 +360,7 @@ def _write_synced(path: pathlib.Path, text: str) -> None:
 
 
 def _sync(folder: pathlib.Path) -> None:
-  """Waits until a rename within `folder` is on disk."""
+  """Waits until a rename inside `folder` is on disk."""
   descriptor = os.open(folder, os.O_RDONLY)
   try:
     os.fsync(descriptor)

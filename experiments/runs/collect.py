@@ -1,4 +1,4 @@
-"""What an update learns from: prompts, responses, rewards and advantages."""
+"""Collects what an update learns from: responses, rewards and advantages."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -24,14 +24,14 @@ from experiments.tasks.curriculum import Curriculum
 
 
 class Collected(NamedTuple):
-  """B responses to N prompts, those of a prompt adjacent; NumPy arrays.
+  """B responses to N prompts as NumPy arrays; those of a prompt are adjacent.
 
   Attributes:
-    rollout: `[B, T]` arrays.
+    rollout: The responses, `[B, T]` arrays.
     advantages: `[B]` float32.
-    keep: `[B]` bool, responses that the loss is of.
-    curriculum: what has now been seen of the pool; None without one.
-    metrics: of the rollout, by name.
+    keep: `[B]` bool, whether a response is in the loss.
+    curriculum: What is now known of the prompts; None without a curriculum.
+    metrics: Metrics of the rollout by name.
   """
 
   rollout: Rollout
@@ -117,15 +117,15 @@ def sample(
     update: int,
     tried: int = 0,
 ) -> Rollout:
-  """The groups of responses that a run draws in an update, as NumPy arrays.
+  """Samples the responses of an update, as NumPy arrays.
 
   Args:
     settings: How the run collects.
-    sampler: of the policy.
-    tokenizer: the model's.
-    examples: whose prompts are answered, `responses` times each.
-    update: number of updates done before.
-    tried: how often examples were drawn for this update before.
+    sampler: The policy's engine.
+    tokenizer: The model's tokenizer.
+    examples: Examples whose prompts are answered, `responses` times each.
+    update: Number of updates done before.
+    tried: Number of times that examples were drawn for this update before.
   """
   key = jax.random.fold_in(jax.random.key(settings.seed), update)
   if tried:
@@ -140,7 +140,7 @@ def sample(
 
 
 class Collector:
-  """Collects what the updates of a run learn from."""
+  """Collects what each update of a run learns from."""
 
   def __init__(
       self,
@@ -150,14 +150,14 @@ class Collector:
       task: tasks.Task,
       scorer: rewards.RewardWorkers,
   ):
-    """Keeps the parts.
+    """Keeps its arguments.
 
     Args:
       settings: How to collect.
-      sampler: of the policy; its weights are the caller's to update.
-      tokenizer: the model's.
-      task: gives the prompts.
-      scorer: gives the rewards of responses.
+      sampler: The policy's engine; the caller updates its weights.
+      tokenizer: The model's tokenizer.
+      task: Gives the prompts.
+      scorer: Gives the rewards of responses.
     """
     self._settings = settings
     self._sampler = sampler
@@ -166,19 +166,19 @@ class Collector:
     self._scorer = scorer
 
   def initial_curriculum(self) -> Curriculum | None:
-    """What is known of the pool before the first update."""
+    """What is known of the prompts before the first update."""
     size = self._settings.curriculum
     return curriculum.init(size) if size else None
 
   def collect(self, update: int, seen: Curriculum | None) -> Collected:
-    """The responses of one update.
+    """Collects the responses of one update.
 
-    With `rollout.dynamic_tries`, groups whose rewards are all equal, from
-    which nothing can be learned, make room for groups of further prompts.
+    With `dynamic_tries`, groups whose rewards are all equal, from which nothing
+    can be learned, are replaced by groups of further prompts.
 
     Args:
-      update: updates done before.
-      seen: what is known of the curriculum's pool; None without one.
+      update: Number of updates done before.
+      seen: What is known of the prompts; None without a curriculum.
     """
     tries = self._settings.dynamic_tries
     useful: list[_Group] = []
@@ -197,7 +197,7 @@ class Collector:
     return self._weigh((useful + equal)[:n], seen, tally)
 
   def _draw(self, update, tried, seen, tally):
-    """One round: the groups of `rollout.prompts` prompts."""
+    """Draws one round: the groups of `prompts` prompts."""
     c = self._settings
     number = update * (1 + c.dynamic_tries) + tried
     if seen is None:
@@ -223,7 +223,7 @@ class Collector:
     return groups, seen
 
   def _weigh(self, groups, seen, tally):
-    """Advantages of the groups that were kept."""
+    """Gives the kept groups their advantages."""
     c = self._settings
     rollout = jax.tree.map(
         lambda *x: np.concatenate(x), *[g.rollout for g in groups]
@@ -245,18 +245,18 @@ class Collector:
 
 
 class _Group(NamedTuple):
-  """The responses to one prompt, and what they earned."""
+  """The responses to one prompt, and their rewards."""
 
   rollout: Rollout
   rewards: np.ndarray
 
 
 class _Tally:
-  """Metrics of all that was sampled for an update, kept or not."""
+  """Metrics of everything sampled for an update, kept or not."""
 
   def __init__(self) -> None:
     self.replaced = 0
-    self.seconds = np.zeros(2)  # Of sampling, of rewards.
+    self.seconds = np.zeros(2)  # For sampling, and for rewards.
     self._rewards: list[np.ndarray] = []
     self._lengths: list[np.ndarray] = []
     self._finished: list[np.ndarray] = []
@@ -276,9 +276,9 @@ class _Tally:
     self._failed["errors"] += scores.errors
 
   def metrics(self) -> dict[str, float]:
-    """Numbers by name; lengths in tokens, times in seconds."""
+    """Metrics by name; lengths in tokens, times in seconds."""
     rewards, lengths = map(np.concatenate, (self._rewards, self._lengths))
-    found = {
+    metrics = {
         "train/reward": rewards.mean(),
         "train/reward_std": rewards.std(),
         "train/equal_groups": (np.concatenate(self._equal) == 0).mean(),
@@ -292,7 +292,7 @@ class _Tally:
         "time/rollout": self.seconds[0],
         "time/reward": self.seconds[1],
     }
-    if len(self._parts) > 1:  # Else it is the reward itself.
+    if len(self._parts) > 1:  # A single part is the reward itself.
       for name, values in self._parts.items():
-        found[f"train/reward/{name}"] = np.concatenate(values).mean()
-    return {name: float(value) for name, value in found.items()}
+        metrics[f"train/reward/{name}"] = np.concatenate(values).mean()
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,7 +1,7 @@
-"""What watches over a run: it stops one that is lost, and warns of the rest.
+"""Guards of a run: they end a run that is lost, and warn of other trouble.
 
-All of it runs on the host, on numbers that are in the record anyway; where a
-step must not be taken, the update itself has left it out.
+They run on the host and read the numbers of the record. Skipping a step that
+must not be taken is the business of the update itself.
 """
 
 import collections
@@ -11,23 +11,24 @@ import os
 import pathlib
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 
 from experiments import _cli
 from experiments.parallel import sharding
 
-PyTree = Any
 Row = Mapping[str, Any]
-_Found = tuple[str, bool, str]  # A kind of trouble, whether it is there, words.
+# A kind of trouble, whether it is present, and the warning.
+_Check = tuple[str, bool, str]
 
-# Updates that a mean is taken of.
+# Number of updates that a mean is taken over.
 _WINDOW = 10
-# Metrics that are not finite where something went wrong.
+# Metrics that become non-finite if something goes wrong.
 _FINITE = ("train/loss", "train/entropy", "kl/predicted", "kl/realised")
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _EXHAUSTED = ("RESOURCE_EXHAUSTED", "Out of memory", "OUT_OF_MEMORY")
-# What to lower, the cheapest first.
+# What to lower in each phase, the cheapest first.
 _LOWER = {
     "load": "param_dtype='bfloat16'; or split the model with mesh.fsdp",
     "rollout": (
@@ -46,18 +47,18 @@ _LOWER = {
 
 
 class NonFiniteError(_cli.UserError):
-  """Too many updates in a row had a number that is not finite."""
+  """Too many consecutive updates were not finite."""
 
 
 class OutOfMemoryError(_cli.UserError):
-  """The device, or the host, has no room; says what to lower."""
+  """The device or the host is out of memory; the message says what to lower."""
 
 
 class SkipGuard:
-  """Ends a run whose updates are skipped one after the other.
+  """Ends a run after too many consecutive non-finite updates.
 
   Attributes:
-    in_a_row: updates with a number that is not finite, up to the last one.
+    in_a_row: Number of consecutive non-finite updates up to the last one.
   """
 
   def __init__(
@@ -67,15 +68,16 @@ class SkipGuard:
       limit: int = 5,
       rows: Sequence[Row] = (),
   ):
-    """Begins where the record ends.
+    """Starts where the record ends.
 
     Args:
-      workdir: directory of the run, where the offending batch is saved.
-      limit: how many such updates in a row end the run, at least 1.
-      rows: the record of the updates already done.
+      workdir: Directory of the run; the offending batch is saved there.
+      limit: Number of consecutive non-finite updates that end the run, at least
+        1.
+      rows: The record of the updates already done.
 
     Raises:
-      ValueError: the limit is less than 1.
+      ValueError: If the limit is below 1.
     """
     if limit < 1:
       raise ValueError(f"limit={limit} must be at least 1")
@@ -85,17 +87,17 @@ class SkipGuard:
     for row in filter(_is_update, rows):
       self._count(row)
 
-  def observe(self, update: int, row: Row, batch: PyTree) -> None:
-    """Looks at an update's metrics.
+  def observe(self, update: int, row: Row, batch: chex.ArrayTree) -> None:
+    """Checks the metrics of an update. All processes call this.
 
     Args:
-      update: its number.
-      row: its line of the record, None for what is not finite.
-      batch: what it learned from, a tree of arrays; all processes call this.
+      update: The update's number.
+      row: Its line of the record, with None for non-finite values.
+      batch: The arrays that it learned from.
 
     Raises:
-      NonFiniteError: it is the last of `limit` in a row. The batch is then in
-        `workdir/bad_batch-<update>.npz`.
+      NonFiniteError: If it is the last of `limit` in a row. The batch is then
+        in `workdir/bad_batch-<update>.npz`.
     """
     self._count(row)
     if self.in_a_row < self._limit:
@@ -110,7 +112,7 @@ class SkipGuard:
         f"loss, gradient or KL was not finite in {self.in_a_row} updates in a"
         f" row, the last of them update {update} ({shown}). Its batch is in"
         f" {path}. Look there for rewards or log-probabilities that are not"
-        " finite; else lower optimizer.learning_rate or kl.budget, or set"
+        " finite; otherwise lower optimizer.learning_rate or kl.budget, or set"
         " dtype='float32', in a new --workdir"
     )
 
@@ -121,24 +123,24 @@ class SkipGuard:
 
 
 class Watch:
-  """Warns of rewards, lengths and entropies that go where runs go wrong.
+  """Warns when reward, length or entropy show that a run goes wrong.
 
-  | warning | when, of means over 10 updates |
+  | warning | condition, on means over 10 updates |
   |---|---|
-  | reward collapse | below the best by half of it, and by 2 deviations |
-  | growing responses | twice as long as in the first 10 updates |
-  | cut-off responses | 90 % of the limit, and most do not end by themselves |
-  | entropy collapse | a twentieth of that of the first 10 updates |
+  | reward collapse | below the best mean by half of it and by 2 deviations |
+  | growing responses | over twice as long as in the first 10 updates |
+  | cut-off responses | over 90 % of the limit, and most reach the limit |
+  | entropy collapse | below a twentieth of that in the first 10 updates |
 
-  Each is given once, and again only after 10 updates without its reason.
+  A warning is repeated only after 10 updates without its cause.
   """
 
   def __init__(self, *, max_new_tokens: int, rows: Sequence[Row] = ()):
-    """Begins where the record ends.
+    """Starts where the record ends.
 
     Args:
-      max_new_tokens: limit of a response.
-      rows: the record of the updates already done; nothing is said of them.
+      max_new_tokens: Longest response in tokens.
+      rows: The record of the updates already done, which cause no warnings.
     """
     self._limit = max_new_tokens
     self._means: dict[str, _Mean] = collections.defaultdict(_Mean)
@@ -147,19 +149,19 @@ class Watch:
       self.observe(row)
 
   def observe(self, row: Row) -> list[str]:
-    """The warnings that an update's line of the record gives rise to."""
+    """Returns the warnings that an update's line of the record causes."""
     names = "train/reward", "rollout/length", "rollout/finished"
     for name in (*names, "train/entropy"):
       if row.get(name) is not None:
         self._means[name].add(row[name])
-    found = (
+    checks = (
         *self._reward(self._means["train/reward"]),
         *self._length(*(self._means[name] for name in names[1:])),
         *self._entropy(self._means["train/entropy"]),
     )
-    return [text for kind, bad, text in found if self._is_new(kind, bad)]
+    return [text for kind, bad, text in checks if self._is_new(kind, bad)]
 
-  def _reward(self, reward: "_Mean") -> Iterator[_Found]:
+  def _reward(self, reward: "_Mean") -> Iterator[_Check]:
     drop = reward.best - reward.now
     bad = drop > max(0.5 * abs(reward.best), 2 * reward.spread_at_best)
     yield "reward", bad, (
@@ -167,7 +169,7 @@ class Watch:
         f" {reward.best:.3g} at best"
     )
 
-  def _length(self, length: "_Mean", finished: "_Mean") -> Iterator[_Found]:
+  def _length(self, length: "_Mean", finished: "_Mean") -> Iterator[_Check]:
     yield "growth", length.now > 2 * length.first, (
         f"growing responses: {length.now:.3g} tokens in the last {_WINDOW}"
         f" updates, {length.first:.3g} in the first"
@@ -179,14 +181,14 @@ class Watch:
         " themselves. Raise rollout.max_new_tokens, or see rollout.overlong"
     )
 
-  def _entropy(self, entropy: "_Mean") -> Iterator[_Found]:
+  def _entropy(self, entropy: "_Mean") -> Iterator[_Check]:
     yield "entropy", entropy.now < 0.05 * entropy.first, (
         f"entropy collapse: {entropy.now:.2g} nats per token in the last"
         f" {_WINDOW} updates, {entropy.first:.2g} in the first"
     )
 
   def _is_new(self, kind: str, bad: bool) -> bool:
-    """Whether to say it: not while its reason lasts."""
+    """Whether to warn: not while the cause persists."""
     quiet = self._quiet[kind]
     self._quiet[kind] = 0 if bad else quiet + 1
     return bad and quiet >= _WINDOW
@@ -195,7 +197,7 @@ class Watch:
 class _Mean:
   """Means over the last updates: now, at first, and at best.
 
-  NaN until there are enough, so that no comparison with it holds.
+  NaN until there are enough values, so that every comparison is false.
   """
 
   def __init__(self) -> None:
@@ -214,23 +216,26 @@ class _Mean:
 
 
 def _is_update(row: Row) -> bool:
-  """Whether a line of the record is of an update, and not of an evaluation."""
+  """Whether a line of the record is an update, not an evaluation."""
   return "train/loss" in row or "train/reward" in row
 
 
 class CompileCounter:
-  """Counts the programs that are compiled while it is entered.
+  """Context manager that counts compiled programs.
 
   Attributes:
-    count: programs so far.
-    seconds: that the compiler took for them.
+    count: Number of programs so far.
+    seconds: Time that the compiler took for them.
   """
 
   def __init__(self, *, settle: int = 10, late: int = 3):
-    """`late` updates that compile, after the first `settle`, are a warning.
+    """Sets when late compilation is worth a warning.
 
-    One or two are not: a rollout has programs for fewer slots, each compiled
-    when it is first needed.
+    Args:
+      settle: Number of updates after which compilation counts as late.
+      late: Number of updates that compile late before there is a warning. One
+        or two are normal: a rollout compiles programs for fewer slots when it
+        first needs them.
     """
     self.count = 0
     self.seconds = 0.0
@@ -253,7 +258,7 @@ class CompileCounter:
 
   @contextlib.contextmanager
   def expected(self) -> Iterator[None]:
-    """Around what may compile late and once, as a first evaluation does."""
+    """Excuses what is compiled inside, such as a first evaluation."""
     before = self.count
     try:
       yield
@@ -261,7 +266,7 @@ class CompileCounter:
       self._seen += self.count - before
 
   def observe(self) -> str | None:
-    """Call after each update; a warning where it was compiled for, once."""
+    """Call after each update; returns a warning, once, or None."""
     self._updates += 1
     new, self._seen = self.count - self._seen, self.count
     if self._updates <= self._settle or not new:
@@ -271,18 +276,18 @@ class CompileCounter:
       return None
     return (
         f"{new} programs compiled in the {self._updates}th update since the"
-        " start, and not for the first time so late: shapes still change from"
-        f" update to update, which costs {self.seconds / self.count:.1f} s each"
+        " start, and repeatedly so late: shapes still change from update to"
+        f" update, which costs {self.seconds / self.count:.1f} s each"
     )
 
 
 @contextlib.contextmanager
 def advise_on_memory(phase: str) -> Iterator[None]:
-  """Turns out-of-memory errors into `OutOfMemoryError`, with advice.
+  """Turns out-of-memory errors into `OutOfMemoryError` with advice.
 
   Args:
-    phase: 'load', 'rollout', 'update' or 'evaluate'. JAX runs behind the
-      program: what waits for an update's metrics is part of the update.
+    phase: 'load', 'rollout', 'update' or 'evaluate'. JAX runs asynchronously,
+      so waiting for the metrics of an update is part of the update.
   """
   lower = _LOWER[phase]
   try:
@@ -295,5 +300,5 @@ def advise_on_memory(phase: str) -> Iterator[None]:
     reason = text.strip().splitlines()[0] if text.strip() else "no room"
     raise OutOfMemoryError(
         f"out of memory in the {phase} ({reason}). Lower, in this order:"
-        f" {lower}. `python -m experiments.plan` tells beforehand what fits"
+        f" {lower}. `python -m experiments.plan` says in advance what fits"
     ) from error

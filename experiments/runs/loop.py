@@ -158,12 +158,13 @@ class Run:
         timeout=config.task.timeout,
     )
     progress.say(f"loading {config.model}")
-    loaded = load.for_run(config)
+    with guards.advise_on_memory("load"):
+      loaded = load.for_run(config)
+      sharding.check_model(loaded.config, mesh)
+      self._init_state(loaded.params)
     restore.describe_model(path, loaded)
     self.tokenizer = loaded.tokenizer
     self.model = decoder.Decoder(loaded.config)
-    sharding.check_model(loaded.config, mesh)
-    self._init_state(loaded.params)
     self.sampler = engine.make_sampler(
         self._engine_settings,
         self.model,

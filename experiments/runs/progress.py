@@ -1,4 +1,4 @@
-"""What a run tells a person: what it is, and how far it is."""
+"""What a run prints: its summary, its progress, and the time left."""
 
 from collections.abc import Callable, Mapping, Sequence
 import sys
@@ -8,26 +8,27 @@ from typing import Any
 import jax
 
 from experiments import _optional
+from experiments.reporting.units import GIB
 
-# Metrics of an update that are shown: format, and name on a bar and on a line.
+# Metrics that are shown: name, format, and label on a bar and on a line.
 _SHOWN = (
     ("train/reward", ".2f", "reward", "reward"),
     ("kl/predicted", ".1e", "KL pred.", "KL predicted"),
     ("kl/realised", ".1e", "real.", "realised"),
     ("kl/step_scale", ".2f", "scale", "step scale"),
 )
-# Updates whose pace the time left is reckoned from.
+# Number of recent updates that the time left is estimated from.
 _RECENT = 20
 
 
 def say(text: str) -> None:
-  """Prints at once, also to a file; of many processes the first does."""
+  """Prints a line and flushes it; only the first process prints."""
   if jax.process_index() == 0:
     print(text, flush=True)
 
 
 class Progress:
-  """A bar on a terminal; elsewhere one plain line for each update."""
+  """Shows progress: a bar on a terminal, otherwise a line per update."""
 
   def __init__(
       self,
@@ -35,7 +36,13 @@ class Progress:
       done: int,
       clock: Callable[[], float] = time.monotonic,
   ):
-    """Starts at `done` of `total` updates; `clock` gives seconds."""
+    """Starts the clock.
+
+    Args:
+      total: Number of updates of the run.
+      done: Number of updates already done.
+      clock: Returns the current time in seconds.
+    """
     self._total = total
     self._clock = clock
     self._moments = [clock()]
@@ -46,7 +53,7 @@ class Progress:
           total=total,
           initial=done,
           dynamic_ncols=True,
-          # The bar takes what the numbers leave of the line.
+          # The bar fills what the numbers leave of the line.
           bar_format="{n_fmt}/{total_fmt}|{bar}|{postfix}",
       )
 
@@ -58,14 +65,14 @@ class Progress:
       self._bar.close()
 
   def say(self, text: str) -> None:
-    """Prints a line without tearing the bar."""
+    """Prints a line without disturbing the bar."""
     if self._bar is not None:
       self._bar.write(text)
     else:
       say(text)
 
   def show(self, update: int, row: Mapping[str, Any], seconds: float) -> None:
-    """Shows the metrics of one update, which took so many seconds."""
+    """Shows the metrics of an update and the seconds that it took."""
     self._moments.append(self._clock())
     left = time_left(self._moments, self._total - update)
     shown = [
@@ -88,13 +95,13 @@ class Progress:
 
 
 def time_left(moments: Sequence[float], updates: int) -> float:
-  """The seconds that so many further updates will take.
+  """Estimates the seconds that the remaining updates will take.
 
   Args:
-    moments: when the run began and when each of its updates was done, in
-      seconds. The recent ones count. The first update, which waits for the
-      compiler, does only while there is no other.
-    updates: how many are to come.
+    moments: When the run began and when each of its updates ended, in seconds.
+      Only recent updates count. The first update, which includes compilation,
+      counts only while it is the only one.
+    updates: Number of updates that remain.
   """
   recent = moments[1:] if len(moments) > 2 else moments
   recent = recent[-_RECENT - 1 :]
@@ -102,7 +109,7 @@ def time_left(moments: Sequence[float], updates: int) -> float:
 
 
 def duration(seconds: float) -> str:
-  """A time in two figures or so: `8 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
+  """Formats a duration: `8 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
   minutes = round(seconds / 60)
   if seconds < 99.5:
     return f"{seconds:.0f} s"
@@ -125,21 +132,21 @@ def start_summary(
     max_prompt_tokens: int,
     max_new_tokens: int,
 ) -> str:
-  """What a run is about to do and to hold, for its first lines.
+  """The first lines that a run prints.
 
   Args:
-    model: its name or path.
-    parameters: how many it has.
-    trained: what is sketched, trained densely and frozen, as
-      `logra_jax.summary` says.
-    memory: bytes by what holds them: 'parameters', 'optimizer state',
-      'KV cache' and the like.
-    prompts: of an update.
-    responses: to each prompt.
-    max_prompt_tokens: limit of a prompt.
-    max_new_tokens: limit of a response.
+    model: Name or path of the model.
+    parameters: Number of its parameters.
+    trained: What is sketched, trained densely and frozen, as
+      `logra_jax.summary` prints it.
+    memory: Bytes by what holds them, such as 'parameters', 'optimizer state'
+      and 'KV cache'.
+    prompts: Number of prompts of an update.
+    responses: Number of responses to each prompt.
+    max_prompt_tokens: Longest prompt in tokens.
+    max_new_tokens: Longest response in tokens.
   """
-  gib = lambda n: f"{n / 2**30:.2f} GiB"
+  gib = lambda n: f"{n / GIB:.2f} GiB"
   batch = prompts * responses
   parts = [f"{name} {gib(size)}" for name, size in memory.items()]
   lines = [
@@ -156,5 +163,5 @@ def start_summary(
 
 
 def _number(value: float | None, spec: str) -> str:
-  """A number, or what stands for one that was not finite."""
+  """A formatted number, or `nan` for a non-finite one."""
   return "nan" if value is None else format(value, spec)

@@ -1,9 +1,8 @@
-"""The record of a run: one JSON object a line, and trackers beside it.
+"""The record of a run: a file of JSON lines, and trackers that get the same.
 
-Every line of `metrics.jsonl` has `update`, the number of updates done when its
-numbers were true, and names in groups, which `docs/metrics.md` explains. A
-number that is not finite is written as `null`, so that every line is valid
-JSON.
+Every line of `metrics.jsonl` has `update`, the number of updates done, and
+metrics, which docs/metrics.md explains. A non-finite number is written as
+`null`, so that every line is valid JSON.
 """
 
 from collections.abc import Mapping
@@ -17,13 +16,14 @@ from typing import IO, Any
 
 import jax
 
+from experiments.reporting.units import GIB
 from experiments.runs import trackers
 
 FILENAME = "metrics.jsonl"
 
 
 class MetricsWriter:
-  """Appends to `metrics.jsonl`, and tells the trackers the same."""
+  """Writes metrics to `metrics.jsonl` and to the trackers."""
 
   def __init__(
       self,
@@ -35,25 +35,25 @@ class MetricsWriter:
       trackio: str = "",
       config: Mapping[str, Any] | None = None,
   ):
-    """Opens the record, forgetting what came after update `resume_at`.
+    """Opens the record and drops the lines after update `resume_at`.
 
-    A run that was killed has lines after its last checkpoint; the resumed run
-    repeats those updates, and no line may be there twice.
+    A killed run has lines after its last checkpoint. The resumed run repeats
+    those updates, and every line must be there once.
 
     Args:
-      workdir: directory of the run; must exist.
-      resume_at: number of updates already done; 0 starts the record anew.
-      tensorboard: also write TensorBoard events to `workdir/tensorboard`.
-      wandb: also log to this project at Weights & Biases; '' for none.
-      trackio: also log to this project at Trackio; '' for none.
-      config: nested dict of the run's settings, for those two.
+      workdir: Directory of the run, which must exist.
+      resume_at: Number of updates already done; 0 starts a new record.
+      tensorboard: Whether to write TensorBoard events to `workdir/tensorboard`.
+      wandb: Project at Weights & Biases to log to; `""` for none.
+      trackio: Project at Trackio to log to; `""` for none.
+      config: Nested dict of the run's config, for those two.
 
     Raises:
-      ImportError, ValueError: see `trackers.open_trackers`.
+      ImportError, ValueError: See `trackers.open_trackers`.
     """
     self._file: IO[str] | None = None
     self._trackers: list[trackers.Tracker] = []
-    # Of many processes the first keeps the record.
+    # The first process alone keeps the record.
     if jax.process_index():
       return
     workdir = pathlib.Path(workdir)
@@ -75,7 +75,7 @@ class MetricsWriter:
     )
 
   def write(self, update: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes one line at once (flushed); returns it as a dict of floats."""
+    """Writes and flushes one line; returns it as a dict of floats."""
     row: dict[str, Any] = {"update": int(update)}
     for name, value in values.items():
       value = float(value)
@@ -95,7 +95,7 @@ class MetricsWriter:
     self.close()
 
   def close(self) -> None:
-    """Closes all; further writes are an error."""
+    """Closes the file and the trackers; further writes are an error."""
     if self._file is not None:
       self._file.close()
     for tracker in self._trackers:
@@ -103,10 +103,16 @@ class MetricsWriter:
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """The lines of a metrics file, in order; `[]` where there is no file.
+  """Reads the lines of a metrics file.
 
-  A last line that a kill cut short is left out; any other line that is not
-  JSON raises `ValueError` with its number.
+  Args:
+    path: The file; one that does not exist has no lines.
+
+  Returns:
+    The lines in order, without a last line that a kill cut short.
+
+  Raises:
+    ValueError: If any other line is not JSON; names it.
   """
   path = pathlib.Path(path)
   if not path.exists():
@@ -128,23 +134,23 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def column(rows: list[dict[str, Any]], name: str) -> tuple[list, list]:
-  """The updates and the values of one metric, where it was written."""
-  found = [(row["update"], row[name]) for row in rows if name in row]
-  return [update for update, _ in found], [
-      math.nan if value is None else value for _, value in found
+  """The updates that have a metric, and its values, NaN for non-finite ones."""
+  pairs = [(row["update"], row[name]) for row in rows if name in row]
+  return [update for update, _ in pairs], [
+      math.nan if value is None else value for _, value in pairs
   ]
 
 
 def memory_peaks() -> dict[str, float]:
-  """The most memory held so far, in GiB: by the process, by its first device.
+  """Peak memory so far in GiB, of the process and of its first device.
 
-  Not every device tells: a CPU does not.
+  A device that does not report its peak, such as a CPU, is left out.
   """
   # Linux counts KiB, macOS bytes.
   unit = 1 if sys.platform == "darwin" else 1024
-  held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-  found = {"memory/host_peak": held / 2**30}
+  held_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+  peaks = {"memory/host_peak": held_bytes / GIB}
   device = jax.local_devices()[0].memory_stats() or {}
   if "peak_bytes_in_use" in device:
-    found["memory/device_peak"] = device["peak_bytes_in_use"] / 2**30
-  return found
+    peaks["memory/device_peak"] = device["peak_bytes_in_use"] / GIB
+  return peaks

@@ -21,11 +21,11 @@ from experiments.runs import workdir as workdir_lib
 
 
 class Restored(NamedTuple):
-  """A run's model.
+  """The model of a run.
 
   Attributes:
-    update: updates that it has seen.
-    model: configuration, parameters (adapters merged) and tokenizer.
+    update: Number of updates that it has seen.
+    model: Configuration, parameters (adapters merged) and tokenizer.
   """
 
   update: int
@@ -59,17 +59,16 @@ def load_any(
   """Loads a model for sampling.
 
   Args:
-    path: a Hugging Face directory, a `.gguf` file, or the `--workdir` of a
-      training run, of which the newest whole checkpoint is taken.
-    param_dtype: dtype of the parameters; a run keeps its own.
+    path: A Hugging Face directory, a `.gguf` file, or the `--workdir` of a
+      training run, whose newest undamaged checkpoint is taken.
+    param_dtype: Dtype of the parameters; a run keeps its own.
 
   Returns:
     Configuration, parameters and tokenizer.
 
   Raises:
-    FileNotFoundError: if nothing is at `path`.
-    ValueError: if what is there is not a complete model, or a run without
-      checkpoints.
+    FileNotFoundError: If there is nothing at `path`.
+    ValueError: If it is not a complete model, or a run without checkpoints.
   """
   if (pathlib.Path(path) / "checkpoints").is_dir():
     return load_run(path).model
@@ -77,19 +76,19 @@ def load_any(
 
 
 def load_run(workdir: str | pathlib.Path, best: bool = False) -> Restored:
-  """Loads the model of a checkpoint of a run.
+  """Loads the model of a run from a checkpoint.
 
   Args:
-    workdir: directory of a run.
-    best: whether to take the checkpoint with the highest score, and not the
-      newest whole one.
+    workdir: Directory of the run.
+    best: Whether to take the checkpoint with the highest score instead of the
+      newest undamaged one.
 
   Returns:
-    The model, and how many updates it has seen.
+    The model, and the number of updates that it has seen.
 
   Raises:
-    ValueError: there is no run or no such checkpoint in `workdir`.
-    checkpoints.CheckpointError: what is there is damaged.
+    ValueError: If there is no run or no such checkpoint in `workdir`.
+    checkpoints.CheckpointError: If the checkpoint is damaged.
   """
   config = workdir_lib.load_config(workdir)
   folder = pathlib.Path(workdir) / "checkpoints"
@@ -129,7 +128,7 @@ def _abstract_params(
 
 
 def _arrays(saved, folder, best):
-  """Update and arrays of the best, or of the newest whole checkpoint."""
+  """Update and arrays of the best or the newest undamaged checkpoint."""
   if best:
     found = saved.best()
     if found is None:

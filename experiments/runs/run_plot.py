@@ -1,14 +1,16 @@
-"""Draws a run from its metrics file: reward, and KL if it had a budget.
+"""Draws a run from its record: reward, and KL if it had a budget.
 
-python -m experiments.runs.run_plot WORKDIR
+python -m experiments.runs.run_plot --workdir=DIR
 """
 
 import os
 import pathlib
-import sys
 from typing import Any
 
-from experiments import _optional
+from absl import flags
+
+from experiments import _cli
+from experiments.reporting import figures
 from experiments.runs import record
 
 
@@ -16,13 +18,13 @@ def draw_run(workdir: str | os.PathLike[str]) -> pathlib.Path:
   """Draws `workdir/metrics.jsonl` into `workdir/run.png`.
 
   Args:
-    workdir: directory of a run, finished or not.
+    workdir: Directory of a run, finished or not.
 
   Returns:
     The path of the picture.
 
   Raises:
-    ValueError: the directory holds no metrics of any update.
+    ValueError: If the directory has no metrics of any update.
   """
   path = pathlib.Path(workdir) / record.FILENAME
   rows = record.read_rows(path)
@@ -31,23 +33,16 @@ def draw_run(workdir: str | os.PathLike[str]) -> pathlib.Path:
         f"{path} has no updates to draw; pass the --workdir of a run"
     )
   out = path.with_name("run.png")
-  figure_of(rows).savefig(out, dpi=150)
+  run_figure(rows).savefig(out, dpi=150)
   return out
 
 
-def make_figure(width: float, height: float) -> Any:
-  """An empty matplotlib `Figure` of that many inches."""
-  # A Figure of its own needs no display and leaves pyplot's state alone.
-  module = _optional.require("matplotlib.figure", "train")
-  return module.Figure(figsize=(width, height), layout="constrained")
-
-
-def figure_of(rows: list[dict[str, Any]]) -> Any:
-  """The picture of `metrics.read_rows`, as a matplotlib `Figure`."""
+def run_figure(rows: list[dict[str, Any]]) -> Any:
+  """The picture of a record as a matplotlib `Figure`."""
   panels = [_draw_reward]
   if record.column(rows, "kl/predicted")[0]:
     panels.append(_draw_kl)
-  figure = make_figure(5 * len(panels), 4)
+  figure = figures.make_figure(5 * len(panels), 4)
   axes = figure.subplots(1, len(panels), squeeze=False)[0]
   for draw, one in zip(panels, axes, strict=True):
     draw(one, rows)
@@ -55,7 +50,7 @@ def figure_of(rows: list[dict[str, Any]]) -> Any:
 
 
 def _draw_reward(axes: Any, rows: list[dict[str, Any]]) -> None:
-  """Mean reward of each update's rollouts, and held-out accuracy."""
+  """Draws the mean reward of rollouts, and the held-out accuracy."""
   axes.plot(*record.column(rows, "train/reward"), label="training (sampled)")
   updates, accuracy = record.column(rows, "eval/accuracy")
   if updates:
@@ -68,7 +63,7 @@ def _draw_reward(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _draw_kl(axes: Any, rows: list[dict[str, Any]]) -> None:
-  """KL divergence per token of each update: promised, measured, allowed."""
+  """Draws the KL per token of each update: predicted, realised, allowed."""
   styles = {"predicted": "o-", "realised": "x-", "budget": "k--"}
   for name, style in styles.items():
     updates, values = record.column(rows, f"kl/{name}")
@@ -81,14 +76,11 @@ def _draw_kl(axes: Any, rows: list[dict[str, Any]]) -> None:
   axes.legend()
 
 
-def main() -> None:
-  if len(sys.argv) != 2:
-    sys.exit("usage: python -m experiments.runs.run_plot WORKDIR")
-  try:
-    print(draw_run(sys.argv[1]))
-  except ValueError as error:
-    sys.exit(str(error))
+def main(names: flags.FlagValues) -> None:
+  print(draw_run(names.workdir))
 
 
 if __name__ == "__main__":
-  main()
+  flags.DEFINE_string("workdir", None, "Directory of the run.")
+  flags.mark_flag_as_required("workdir")
+  _cli.run(main)

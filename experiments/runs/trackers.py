@@ -1,7 +1,7 @@
-"""Places beside `metrics.jsonl` that a run's numbers can go to.
+"""Experiment trackers that get a run's metrics besides `metrics.jsonl`.
 
-Each is a package that need not be installed. A run that is resumed goes on in
-the same place: its name is kept in the run's directory.
+Each needs an optional package. A resumed run continues in the same tracker run,
+whose id is kept in the run's directory.
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ _RUN_ID = "run_id.txt"
 
 
 class Tracker(Protocol):
-  """Takes the numbers of an update."""
+  """Receives the metrics of updates."""
 
   def log(self, update: int, values: Mapping[str, float]) -> None:
-    """Takes finite numbers by name; updates come in ascending order."""
+    """Logs finite numbers by name; updates come in ascending order."""
 
   def close(self) -> None:
-    """Sends what is not yet sent."""
+    """Sends what has not been sent yet."""
 
 
 def open_trackers(
@@ -34,21 +34,21 @@ def open_trackers(
     trackio: str = "",
     config: Mapping[str, Any] | None = None,
 ) -> list[Tracker]:
-  """Opens what is asked for.
+  """Opens the trackers that are asked for.
 
   Args:
-    workdir: directory of the run; must exist.
-    resume_at: number of updates already done.
-    tensorboard: write event files to `workdir/tensorboard`.
-    wandb: project at Weights & Biases; '' for none. WANDB_MODE=offline writes
-      to `workdir/wandb` alone, for `wandb sync`.
-    trackio: project at Trackio; '' for none. Its database is where TRACKIO_DIR
-      says.
-    config: nested dict of the run's settings, shown beside it.
+    workdir: Directory of the run, which must exist.
+    resume_at: Number of updates already done.
+    tensorboard: Whether to write event files to `workdir/tensorboard`.
+    wandb: Project at Weights & Biases; `""` for none. With WANDB_MODE=offline
+      it is written to `workdir/wandb` only, for `wandb sync`.
+    trackio: Project at Trackio; `""` for none. TRACKIO_DIR says where its
+      database is.
+    config: Nested dict of the run's config, which the trackers show.
 
   Raises:
-    ImportError: a package is not installed; names the extra that brings it.
-    ValueError: Weights & Biases refuses, for example without a login.
+    ImportError: If a package is not installed; names the extra to install.
+    ValueError: If Weights & Biases refuses, for example without a login.
   """
   workdir = pathlib.Path(workdir).absolute()
   settings = dict(config or {})
@@ -63,7 +63,7 @@ def open_trackers(
 
 
 class _TensorBoard:
-  """Event files; those after `resume_at` are hidden by TensorBoard itself."""
+  """Event files; TensorBoard hides events after `resume_at`."""
 
   def __init__(self, workdir: pathlib.Path, resume_at: int):
     module = _optional.require("tensorboardX", "train")
@@ -80,7 +80,7 @@ class _TensorBoard:
 
 
 class _Hosted:
-  """A run that its package keeps."""
+  """A run in the database of a tracker."""
 
   _run: Any
 
@@ -92,7 +92,7 @@ class _Hosted:
 
 
 class _WandB(_Hosted):
-  """A run at Weights & Biases, which keeps the first of repeated updates."""
+  """A run at Weights & Biases, which ignores repeated updates."""
 
   def __init__(
       self, workdir: pathlib.Path, project: str, config: dict[str, Any]
@@ -106,7 +106,7 @@ class _WandB(_Hosted):
           resume="allow",
           dir=str(workdir),
           config=config,
-          # Capturing the terminal would tear the progress bar.
+          # Capturing the terminal would disturb the progress bar.
           settings=module.Settings(console="off"),
       )
     except module.errors.Error as error:
@@ -117,7 +117,7 @@ class _WandB(_Hosted):
 
 
 class _Trackio(_Hosted):
-  """A run at Trackio, which keeps repeated updates: they are the same."""
+  """A run at Trackio, which keeps repeated updates; they are equal."""
 
   def __init__(
       self, workdir: pathlib.Path, project: str, config: dict[str, Any]
@@ -129,14 +129,14 @@ class _Trackio(_Hosted):
         resume="allow",
         config=config,
         embed=False,
-        # Only what the run measures itself.
+        # Log only what the run measures itself.
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
 
 
 def _run_id(workdir: pathlib.Path) -> str:
-  """A name for the run in `workdir` that no other run has."""
+  """The id of the run in `workdir`, which is unique."""
   path = workdir / _RUN_ID
   if not path.exists():
     temporary = path.with_suffix(".tmp")

@@ -1,4 +1,4 @@
-"""What a run needs from its directory and from the operating system."""
+"""The directory of a run, which belongs to one config, and signals to stop."""
 
 from collections.abc import Iterator
 import contextlib
@@ -12,29 +12,30 @@ from typing import Any
 
 import ml_collections
 
-# Folder in a run that describes its model: all but the weights.
+# Folder in a run that holds everything of its model except the weights.
 MODEL = "model"
 
 _CONFIG = "config.json"
-# A run may go on on other devices: its updates are the same there.
+# A run may continue on other devices: its updates are the same there.
 _MOVABLE = "mesh."
 
 
 def claim(
     directory: str | os.PathLike[str], config: ml_collections.ConfigDict
 ) -> pathlib.Path:
-  """Makes a directory this config's own, before anything slow is done.
+  """Claims a directory for a config, before anything slow is done.
 
   Args:
-    directory: where the run will live; made if it is not there.
-    config: the run's config. It is written to `directory/config.json`. One
-      that differs in `config.mesh` only is the same run, on other devices.
+    directory: Directory of the run; created if it does not exist.
+    config: The run's config, which is written to `directory/config.json`. A
+      config that differs in `mesh` only is the same run on other devices.
 
   Returns:
     The directory's absolute path.
 
   Raises:
-    ValueError: the directory cannot be written, or belongs to another config.
+    ValueError: If the directory cannot be written, or belongs to another
+      config.
   """
   path = pathlib.Path(directory).absolute()
   try:
@@ -44,7 +45,7 @@ def claim(
   except OSError as error:
     raise ValueError(
         f"--workdir={directory} cannot be written ({error}); choose a"
-        " directory that can"
+        " directory that can be"
     ) from error
   mine = json.loads(config.to_json())
   if (path / _CONFIG).exists():
@@ -60,10 +61,10 @@ def claim(
 def load_config(
     directory: str | os.PathLike[str],
 ) -> ml_collections.ConfigDict:
-  """The locked config of the run in `directory`.
+  """Reads the config of the run in `directory`; it is locked.
 
   Raises:
-    ValueError: there is no run in it.
+    ValueError: If there is no run in the directory.
   """
   path = pathlib.Path(directory) / _CONFIG
   if not path.exists():
@@ -76,7 +77,7 @@ def load_config(
 
 
 def _with_tuples(value: Any) -> Any:
-  """What a config had before it was JSON, which has lists alone."""
+  """Turns lists back into tuples, which JSON does not have."""
   if isinstance(value, dict):
     return {name: _with_tuples(x) for name, x in value.items()}
   return tuple(value) if isinstance(value, list) else value
@@ -85,7 +86,7 @@ def _with_tuples(value: Any) -> Any:
 def _check_same(
     path: pathlib.Path, theirs: ml_collections.ConfigDict, mine: dict[str, Any]
 ) -> None:
-  """Raises with the difference if the directory's config is not ours."""
+  """Raises ValueError with the differences between two configs, if any."""
   there = _flatten(json.loads(theirs.to_json()))
   here = _flatten(mine)
   lines = [
@@ -99,12 +100,12 @@ def _check_same(
     raise ValueError(
         f"--workdir={path} holds a run with another config:\n"
         + "\n".join(lines)
-        + "\nChoose another --workdir, delete that one, or give its config."
+        + "\nChoose another --workdir, delete this one, or use its config."
     )
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Nested dicts as one, with dotted names."""
+  """Flattens nested dicts into one with dotted names."""
   flat: dict[str, Any] = {}
   for name, value in tree.items():
     if isinstance(value, dict):
@@ -115,7 +116,7 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Stop:
-  """Whether the run was asked to stop, and by which signal."""
+  """Is true once the run was asked to stop; `signal` says by which signal."""
 
   def __init__(self) -> None:
     self.signal: int | None = None
@@ -128,8 +129,8 @@ class Stop:
 def stop_on_signals() -> Iterator[Stop]:
   """Turns the first Ctrl-C or SIGTERM into a request to stop.
 
-  The second one acts as it always does. Outside the main thread (some notebook
-  servers) Python allows no handlers: there the signals act at once.
+  A second signal has its usual effect. Python allows signal handlers only in
+  the main thread; elsewhere, as on some notebook servers, signals act at once.
   """
   stop = Stop()
   if threading.current_thread() is not threading.main_thread():
@@ -142,7 +143,7 @@ def stop_on_signals() -> Iterator[Stop]:
     del frame
     stop.signal = number
     name = signal.Signals(number).name
-    # print() could be interrupted within itself: write to the descriptor.
+    # A handler may interrupt print(): write to the descriptor instead.
     message = f"\n{name}: finishing this update, then saving (again: at once)\n"
     os.write(2, message.encode())
     restore()

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.reporting import intervals
+from experiments.reporting import figures, intervals
 from experiments.reporting.intervals import Interval
-from experiments.runs import run_plot
 from experiments.studies import curves
 from experiments.studies.gain_per_kl import sweep
 from experiments.studies.sweeps import Row
@@ -154,7 +153,7 @@ def figure_of(rows: Sequence[Row]) -> Any:
   """Held-out gains at each point, and ratios to the dense gradient's."""
   rows = complete(rows)
   at, found = points(rows), names(rows)
-  figure = run_plot.make_figure(11, 5)
+  figure = figures.make_figure(11, 5)
   left, right = figure.subplots(1, 2, sharey=True)
   y = np.arange(len(found), dtype=float)
   for i, point in enumerate(at):

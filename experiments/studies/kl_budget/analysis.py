@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.runs import run_plot
+from experiments.reporting import figures
 from experiments.studies import curves
 from experiments.studies.kl_budget import sweep
 from experiments.studies.sweeps import Row
@@ -96,7 +96,7 @@ def _ratio(values: np.ndarray) -> str:
 def figure_of(rows: Sequence[Row]) -> Any:
   """The picture: for each part reward by update, and calibration of the KL."""
   parts = curves.by_cell(rows, sweep.FULL)
-  figure = run_plot.make_figure(12, 4.5 * len(parts))
+  figure = figures.make_figure(12, 4.5 * len(parts))
   panels = figure.subplots(len(parts), 2, squeeze=False)
   for (part, cells), (left, right) in zip(parts.items(), panels, strict=True):
     for number, (cell, of_cell) in enumerate(cells.items()):

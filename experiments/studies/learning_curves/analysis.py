@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments import _optional
-from experiments.runs import run_plot
+from experiments.reporting import figures
 from experiments.studies import curves
 from experiments.studies.learning_curves import memory, sweep
 from experiments.studies.sweeps import Row
@@ -169,7 +169,7 @@ def _grid(found: Mapping[str, Runs]) -> str:
 
 def figure_of(rows: Sequence[Row]) -> Any:
   """The picture: reward by updates and by seconds, with and without budget."""
-  figure = run_plot.make_figure(13, 10)
+  figure = figures.make_figure(13, 10)
   panels = figure.subplots(2, 2, sharey=True)
   found = methods(rows)
   for label, runs in found.items():

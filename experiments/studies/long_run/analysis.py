@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.runs import run_plot
+from experiments.reporting import figures
 from experiments.studies import curves
 from experiments.studies.long_run import sweep
 from experiments.studies.sweeps import Row
@@ -105,7 +105,7 @@ def _line(row: Row) -> list[Any]:
 
 def figure_of(rows: Sequence[Row]) -> Any:
   """The picture: reward, KL and budget, weight norm, held-out accuracy."""
-  figure = run_plot.make_figure(12, 8)
+  figure = figures.make_figure(12, 8)
   reward, kl, norm, accuracy = figure.subplots(2, 2).flat
   number = 0
   for cells in curves.by_cell(rows, sweep.FULL).values():

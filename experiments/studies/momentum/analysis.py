@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.runs import run_plot
+from experiments.reporting import figures
 from experiments.studies import curves
 from experiments.studies.momentum import sweep
 from experiments.studies.sweeps import Row
@@ -269,7 +269,7 @@ def _against_controls(cells: dict[str, list[Row]]) -> str:
 def figure_of(rows: Sequence[Row]) -> Any:
   """The picture: the factorial as heat maps, and curves of telling cells."""
   parts = curves.by_cell(rows, sweep.FULL)
-  figure = run_plot.make_figure(15, 10)
+  figure = figures.make_figure(15, 10)
   panels = figure.subplot_mosaic("AAABBB;CCDDEE", height_ratios=(3, 2))
   for axes, (title, number) in zip("AB", MEASURES.items(), strict=True):
     _draw_heat(panels[axes], parts.get("small", {}), title, number)

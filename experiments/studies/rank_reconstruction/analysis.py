@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.runs import run_plot
+from experiments.reporting import figures
 from experiments.studies import curves
 from experiments.studies.rank_reconstruction import cosines, sweep
 from experiments.studies.sweeps import Row
@@ -133,7 +133,7 @@ def _by_module(rows: Sequence[Row]) -> list[str]:
 
 def figure_of(rows: Sequence[Row]) -> Any:
   """Cosine by rank: by module; by basis and method; fixed and refreshed."""
-  figure = run_plot.make_figure(14, 4.5)
+  figure = figures.make_figure(14, 4.5)
   by_width, by_basis, over_window = figure.subplots(1, 3, sharey=True)
   _draw_widths(by_width, select(rows, distribution="rademacher"))
   for distribution, method in settings(rows):

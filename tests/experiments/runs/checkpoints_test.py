@@ -120,7 +120,7 @@ def test_what_a_kill_left_half_written_does_not_count(tmp_path):
 
 
 def test_keep_must_be_positive(tmp_path):
-  with pytest.raises(ValueError, match="keep must be at least 1, not 0"):
+  with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
     checkpoints.Checkpoints(tmp_path, keep=0)
 
 

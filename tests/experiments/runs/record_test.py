@@ -221,7 +221,7 @@ def test_the_picture_has_the_runs_curves(tmp_path):
               "kl/budget": 2e-3,
           },
       )
-  figure = run_plot.figure_of(record.read_rows(tmp_path / record.FILENAME))
+  figure = run_plot.run_figure(record.read_rows(tmp_path / record.FILENAME))
   reward, kl = figure.axes
   assert [line.get_label() for line in reward.lines] == [
       "training (sampled)",

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from experiments.reporting import figures
 from experiments.reporting.intervals import Interval
-from experiments.runs import run_plot
 from experiments.studies import curves, sweeps
 
 
@@ -102,7 +102,7 @@ def test_entries_of_a_table():
 
 
 def test_a_band_spans_the_seeds():
-  axes = run_plot.make_figure(2, 2).subplots()
+  axes = figures.make_figure(2, 2).subplots()
   runs = [np.array([0.0, 2.0, 4.0]), np.array([2.0, 4.0, 6.0, 8.0])]
   curves.plot_spread(axes, runs, "label", width=2, step=10.0)
   (line,) = axes.lines
