@@ -13,6 +13,7 @@ from experiments.benchmarks import (
     update_time_report,
 )
 from experiments.learning import compiled_step
+from experiments.learning.batches import BatchSettings
 from experiments.parallel import sharding
 from experiments.reporting import units
 from tests.helpers.paths import ROOT
@@ -142,10 +143,10 @@ def temporaries(setting, micro_batches, micro_batch=2):
   )
   config = timed_update.training_config(setting, size)
   mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-  arguments = compiled_step.abstract_arguments(SMALL.architecture, config, mesh)
-  batch = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[1]))
+  batch = compiled_step.abstract_batch(BatchSettings.of_config(config), mesh)
+  batch_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch))
   lowered = compiled_step.lower_update(SMALL.architecture, config, mesh)
-  return lowered.compile().memory_analysis().temp_size_in_bytes, batch
+  return compiled_step.sizes(lowered.compile())["temporary_bytes"], batch_bytes
 
 
 @pytest.mark.slow  # A minute of compiling.
