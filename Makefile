@@ -45,7 +45,7 @@ lint: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	@echo "== building site/"
-	@$(BIN)/mkdocs build --quiet --strict --clean
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --clean
 	@echo "open site/index.html"
 
 clean:
