@@ -29,10 +29,12 @@ def run(main: Callable[[Any], int | None]) -> None:
     main: takes absl's flag values and returns an exit code; None means 0.
   """
   flags.DEFINE_bool("traceback", False, "Show where an error comes from.")
+  # Else --help would list the flags of the command's own module only.
+  values = flags.FLAGS
+  values.register_key_flag_for_module(sys.argv[0], values["traceback"])
 
   def start(argv: Sequence[str]) -> int | None:
     logging.set_verbosity(logging.WARNING)  # Orbax logs every step it takes.
-    values = flags.FLAGS
     try:
       if len(argv) > 1:
         raise ValueError(f"unexpected arguments {argv[1:]}; see --help")

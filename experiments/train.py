@@ -1,12 +1,12 @@
 """Trains a language model by reinforcement learning.
 
-  python -m experiments.train --config=experiments/configs/quickstart.py \
+  python -m experiments.train --config=experiments/configs/quickstart.py \\
     --workdir=DIR
 
 Start a run, or resume it from its newest checkpoint: the same command does
 both. Ctrl-C and SIGTERM save a checkpoint first. Change any field:
 
-  python -m experiments.train --config=experiments/configs/quickstart.py \
+  python -m experiments.train --config=experiments/configs/quickstart.py \\
     --workdir=DIR --config.optimizer.rank=64 --config.updates=40
 
 Train on several hosts, which share one workdir:
