@@ -9,6 +9,13 @@ import numpy as np
 
 from logra_jax import _state
 
+# One stacked target among parameters that are none.
+LAYER_SHAPES = {
+    "layers/q_proj/kernel": (2, 8, 6),
+    "layers/norm/scale": (2, 8),
+    "embed": (10, 8),
+}
+
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
   """Standard normal numbers, the same on every machine."""

@@ -15,27 +15,19 @@ import pytest
 
 import logra_jax
 from logra_jax import linen as lnn
-from tests.helpers import oracles, toy
+from tests.helpers import oracles, sketched, toy
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
-def make(shapes, targets=".*kernel", rank=4, dtype=F32, **kwargs):
-  params = toy.tree(shapes, dtype=dtype)
-  state = logra_jax.sketch(rank=rank, targets=targets, **kwargs).init(params)
+def make(shapes, **kwargs):
+  _, params, state = sketched.make(shapes=shapes, **kwargs)
   return params, state
-
-
-def sketches(loss, params, state, *args):
-  """Gradients in `state`'s basis, compiled; and the loss."""
-  fun = jax.jit(logra_jax.value_and_grad(loss))
-  value, grads = fun(params, state, *args)
-  return grads, value
 
 
 def check(loss, params, state, *args, tol=2e-5):
   """Sketches equal `A G` with G the dense gradient of the same function."""
-  grads, value = sketches(loss, params, state, *args)
+  grads, value = sketched.sketch_gradients(loss, params, state, *args)
   dense_value, dense = jax.jit(jax.value_and_grad(loss))(params, *args)
   np.testing.assert_array_equal(value, dense_value)
   for target in state.plan.targets:
@@ -50,16 +42,6 @@ def check(loss, params, state, *args, tol=2e-5):
     with pytest.raises(AssertionError):
       oracles.assert_close(got, wrong, 0.1)
   return grads, dense
-
-
-def mlp(params, x):
-  """Two targets, a nonlinearity, and something random to weigh the output."""
-  h = jnp.tanh(logra_jax.dense(x, params["a"]["kernel"]))
-  y = logra_jax.dense(h, params["b"]["kernel"])
-  return jnp.mean(jnp.sin(y.astype(F32)))
-
-
-MLP = {"a/kernel": (12, 20), "b/kernel": (20, 7)}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +71,7 @@ def test_sketch_and_input_gradient(d_in, d_out, storage, compute):
         lambda x: logra_jax.value_and_grad(loss)(params, state, x)[0]
     )(x)
 
-  grads, value = sketches(loss, params, state, x)
+  grads, value = sketched.sketch_gradients(loss, params, state, x)
   np.testing.assert_array_equal(value, jax.jit(loss)(params, x))
   gradient = oracles.dense_gradient(x.reshape(-1, d_in), c.reshape(-1, d_out))
   expected = oracles.sketch(toy.bases(state)["kernel"], gradient)
@@ -104,8 +86,8 @@ def test_sketch_and_input_gradient(d_in, d_out, storage, compute):
 
 @pytest.mark.parametrize("distribution", ["gaussian", "orthonormal"])
 def test_other_distributions(distribution):
-  params, state = make(MLP, distribution=distribution)
-  check(mlp, params, state, toy.normal(1, 9, 12))
+  params, state = make(sketched.MLP, distribution=distribution)
+  check(sketched.mlp, params, state, toy.normal(1, 9, 12))
 
 
 def test_forward_is_lax_dot_general_bit_for_bit():
@@ -219,19 +201,25 @@ def test_dense_general_layers():
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_other_float_dtypes(dtype):
   with jax.enable_x64(dtype == "float64"):
-    params, state = make(MLP, dtype=dtype)
+    params, state = make(sketched.MLP, dtype=dtype)
     x = toy.normal(1, 9, 12, dtype=dtype)
-    check(mlp, params, state, x, tol=1e-6 if dtype == "float64" else 2**-8)
+    check(
+        sketched.mlp,
+        params,
+        state,
+        x,
+        tol=1e-6 if dtype == "float64" else 2**-8,
+    )
 
 
 def test_the_next_update_is_not_compiled_again():
-  params, state = make(MLP, others=optax.sgd(1.0))
+  params, state = make(sketched.MLP, others=optax.sgd(1.0))
   traced = []
 
   @jax.jit
   def step(params, state, x):
     traced.append(1)
-    _, grads = logra_jax.value_and_grad(mlp)(params, state, x)
+    _, grads = logra_jax.value_and_grad(sketched.mlp)(params, state, x)
     tx = logra_jax.sketch(rank=4, targets=".*kernel", others=optax.sgd(1.0))
     updates, state = tx.update(grads, state, params)
     return logra_jax.apply_updates(params, updates, state), state
@@ -264,8 +252,8 @@ def test_scan_over_stacked_layers(remat):
 
 
 def test_checkpoint():
-  params, state = make(MLP)
-  check(jax.checkpoint(mlp), params, state, toy.normal(1, 9, 12))
+  params, state = make(sketched.MLP)
+  check(jax.checkpoint(sketched.mlp), params, state, toy.normal(1, 9, 12))
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -305,11 +293,13 @@ def test_flax_scan(remat):
 
 
 def test_vmap_over_examples():
-  params, state = make(MLP)
+  params, state = make(sketched.MLP)
   x = toy.normal(1, 3, 5, 12)
-  each = jax.jit(jax.vmap(logra_jax.value_and_grad(mlp), (None, None, 0)))
+  each = jax.jit(
+      jax.vmap(logra_jax.value_and_grad(sketched.mlp), (None, None, 0))
+  )
   _, grads = each(params, state, x)
-  dense = jax.vmap(jax.grad(mlp), (None, 0))(params, x)
+  dense = jax.vmap(jax.grad(sketched.mlp), (None, 0))(params, x)
   for path, basis in toy.bases(state).items():
     assert toy.get(grads, path).shape == (
         3,
@@ -343,88 +333,17 @@ def test_layer_called_twice():
   check(loss, params, state, toy.normal(1, 5, 8))
 
 
-def test_unused_target_has_a_zero_sketch():
-  params, state = make({"kernel": (8, 8), "unused/kernel": (8, 6)})
-  loss = lambda p, x: jnp.sum(logra_jax.dense(x, p["kernel"]))
-  grads, _ = sketches(loss, params, state, toy.normal(1, 5, 8))
-  np.testing.assert_array_equal(grads["unused"]["kernel"], np.zeros((4, 6)))
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_micro_batches_add_up(dtype):
-  params, state = make(MLP, dtype=dtype)
-  x = toy.normal(1, 8, 3, 12, dtype=dtype)
-  whole, _ = sketches(mlp, params, state, x)
-
-  @jax.jit
-  def accumulated(params, state, x):
-    add = lambda total, x: (
-        jax.tree.map(
-            jnp.add, total, logra_jax.value_and_grad(mlp)(params, state, x)[1]
-        ),
-        None,
-    )
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, F32), whole)
-    return lax.scan(add, zeros, x)[0]
-
-  parts = jax.tree.map(lambda g: g / len(x), accumulated(params, state, x))
-  # float32 sums of the same terms; in bfloat16 the compiler may keep or round
-  # an intermediate of the model in one program and not in the other.
-  tol = 1e-5 if dtype == F32 else 2**-6
-  jax.tree.map(lambda a, b: oracles.assert_close(a, b, tol), parts, whole)
-
-
 def test_full_rank_orthonormal_basis_is_the_dense_gradient():
-  params, state = make(MLP, rank=64, distribution="orthonormal")
+  params, state = make(sketched.MLP, rank=64, distribution="orthonormal")
   assert [t.rank for t in state.plan.targets] == [12, 20]
   x = toy.normal(1, 9, 12)
-  grads, dense = check(mlp, params, state, x)
+  grads, dense = check(sketched.mlp, params, state, x)
   for path, basis in toy.bases(state).items():
     oracles.assert_close(
         oracles.reconstruct(basis, toy.get(grads, path)),
         toy.get(dense, path),
         2e-5,
     )
-
-
-def test_value_and_grad_with_aux_and_arguments():
-  params, state = make(MLP)
-
-  def loss(params, x, *, scale):
-    return scale * mlp(params, x), {"x": x}
-
-  x = toy.normal(1, 9, 12)
-  fun = logra_jax.value_and_grad(loss, has_aux=True)
-  (value, aux), grads = fun(params, state, x, scale=2.0)
-  plain, _ = sketches(mlp, params, state, x)
-  np.testing.assert_array_equal(aux["x"], x)
-  oracles.assert_close(value, 2 * mlp(params, x), 1e-6)
-  jax.tree.map(lambda a, b: oracles.assert_close(a, 2 * b, 1e-6), grads, plain)
-
-
-def test_frozen_parameters_have_no_gradient_and_others_a_dense_one():
-  shapes = MLP | {"a/bias": (20,), "scale": (7,)}
-  params, state = make(shapes, others={"scale": optax.sgd(1.0)})
-  params["ids"] = jnp.arange(3)  # integers are never differentiated
-  tx = logra_jax.sketch(
-      rank=4, targets=".*kernel", others={"scale": optax.sgd(1.0)}
-  )
-  state = tx.init(params)
-
-  def loss(params, x):
-    h = jnp.tanh(
-        logra_jax.dense(x, params["a"]["kernel"]) + params["a"]["bias"]
-    )
-    y = logra_jax.dense(h, params["b"]["kernel"]) * params["scale"]
-    return jnp.mean(jnp.sin(y)) + 0 * params["ids"][0]
-
-  x = toy.normal(1, 9, 12)
-  grads, _ = sketches(loss, params, state, x)
-  assert grads["a"]["bias"] is None and grads["ids"] is None
-  expected = jax.grad(lambda s: loss({**params, "scale": s}, x))(
-      params["scale"]
-  )
-  oracles.assert_close(grads["scale"], expected, 1e-5)
 
 
 # -- forward mode ------------------------------------------------------------
@@ -468,12 +387,12 @@ def tangents(fun, params, state, factors, scale):
     ],
 )
 def test_forward_mode(model, dtype):
-  shapes, d_in = (MLP, 12) if model in ("mlp", "remat") else (STACK, 8)
+  shapes, d_in = (sketched.MLP, 12) if model in ("mlp", "remat") else (STACK, 8)
   params, state = make(shapes, targets=".*", weight_decay=0.25, dtype=dtype)
   x = toy.normal(1, 5, d_in, dtype=dtype)
   fun = {
-      "mlp": lambda p: mlp(p, x),
-      "remat": lambda p: jax.checkpoint(mlp)(p, x),
+      "mlp": lambda p: sketched.mlp(p, x),
+      "remat": lambda p: jax.checkpoint(sketched.mlp)(p, x),
       "scan": lambda p: stacked(p, x),
       "scan_remat": lambda p: stacked(p, x, remat=True),
   }[model]
