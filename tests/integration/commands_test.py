@@ -105,7 +105,7 @@ def test_a_named_command_explains_itself(module, helps):
   with open(spec.origin) as file:
     summary = ast.get_docstring(ast.parse(file.read())).split("\n")[0]
   assert summary in shown["text"]
-  assert COMMANDS[module] <= {*shown["flags"], "help", "helpfull"}
+  assert COMMANDS[module] <= {*shown["flags"], "help"}
 
 
 def test_the_usual_commands_are_found():
