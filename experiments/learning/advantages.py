@@ -1,41 +1,44 @@
-"""What a response's reward says of its tokens: advantage, and weight in a loss.
+"""Advantages of responses, and the weights of their tokens in a loss.
 
-NumPy, of one batch at a time. Axis letter: B responses; those to a prompt are
-adjacent and make a group. Notation: r reward, |o| tokens of a response.
+Everything here is NumPy and handles one batch at a time. Axis letter: B
+responses; the responses to a prompt are adjacent and form a group. Notation: r
+reward, |o| number of tokens of a response.
 
-A response that does not count in the baseline has advantage 0, and so have all
-of a group in which fewer than 2 count. A response that is not kept has weight
-0 and is not among the B: the others weigh as if it had not been sampled. An
-empty response has a finite weight and no token to use it.
+A response that is not counted in the baseline has advantage 0, and so do all
+responses of a group in which fewer than 2 are counted. A response that is not
+kept has weight 0 and is not included in B: the others have the weights that
+they would have if it had not been sampled. An empty response has a finite
+weight, but no token that uses it.
 """
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 
-# Added to a standard deviation of rewards.
+# Added to the standard deviation of rewards before dividing by it.
 _EPS = 1e-4
 
 
 def group_advantages(
-    rewards: Any, group_size: int, counted: Any = None
+    rewards: npt.ArrayLike,
+    group_size: int,
+    counted: npt.ArrayLike | None = None,
 ) -> np.ndarray:
-  """`(r - mean) / (std + 1e-4)` within the responses to a prompt.
+  """Computes `(r - mean) / (std + 1e-4)` within each group.
 
-  The standard deviation is the population's. Exactly 0 where all rewards of a
-  group are equal.
+  The standard deviation is that of the population. The result is exactly 0
+  where all rewards of a group are equal.
 
   Args:
-    rewards: `[B]` float; the responses of a prompt are adjacent.
-    group_size: responses per prompt, at least 2; divides B.
-    counted: `[B]` bool, which rewards are in the baseline; None for all.
+    rewards: `[B]` float. The responses to a prompt are adjacent.
+    group_size: Number of responses to each prompt, at least 2; divides B.
+    counted: `[B]` bool, which rewards are in the baseline. None means all.
 
   Returns:
     `[B]` float32, computed in float64.
 
   Raises:
-    ValueError: for a group size below 2 or that does not divide B, a reward
-      that is not finite, or shapes that disagree.
+    ValueError: If the group size is below 2 or does not divide B, a reward is
+      not finite, or shapes disagree.
   """
   centred, counted = _centred(rewards, group_size, counted)
   std = np.sqrt(_mean(np.square(centred), counted))
@@ -43,19 +46,24 @@ def group_advantages(
 
 
 def group_differences(
-    rewards: Any, group_size: int, counted: Any = None
+    rewards: npt.ArrayLike,
+    group_size: int,
+    counted: npt.ArrayLike | None = None,
 ) -> np.ndarray:
-  """`r - mean` within the responses to a prompt; see `group_advantages`."""
+  """Computes `r - mean` within each group; see `group_advantages`."""
   centred, _ = _centred(rewards, group_size, counted)
   return np.float32(centred).reshape(-1)
 
 
 def leave_one_out(
-    rewards: Any, group_size: int, counted: Any = None
+    rewards: npt.ArrayLike,
+    group_size: int,
+    counted: npt.ArrayLike | None = None,
 ) -> np.ndarray:
-  """`r - mean of the others` of the group; see `group_advantages`.
+  """Computes `r - mean of the others` within each group.
 
-  With n responses that is `(r - mean) n / (n - 1)`.
+  With n counted responses, this equals `(r - mean) n / (n - 1)`. Arguments are
+  those of `group_advantages`.
   """
   centred, counted = _centred(rewards, group_size, counted)
   n = np.sum(counted, axis=1, keepdims=True)
@@ -63,17 +71,20 @@ def leave_one_out(
 
 
 def batch_advantages(
-    rewards: Any, group_size: int, counted: Any = None
+    rewards: npt.ArrayLike,
+    group_size: int,
+    counted: npt.ArrayLike | None = None,
 ) -> np.ndarray:
-  """`(r - mean) / (std + 1e-4)`, std over the batch; see `group_advantages`.
+  """Computes `(r - mean) / (std + 1e-4)` with the std of the whole batch.
 
   The mean is that of the group, or of the batch if `group_size` is 1. The
-  standard deviation is that of the differences `r - mean`.
+  standard deviation is that of the differences `r - mean`. Arguments are those
+  of `group_advantages`, except that `group_size` can be 1.
   """
   if group_size == 1:
     if np.size(rewards) < 2:
       raise ValueError(
-          "rewards must be at least 2 to be compared with one another, got"
+          "there must be at least 2 rewards to compare with one another, got"
           f" {np.size(rewards)}: raise the number of prompts"
       )
     return group_advantages(rewards, np.size(rewards), counted)
@@ -82,17 +93,19 @@ def batch_advantages(
   return np.float32(centred / (std + _EPS)).reshape(-1)
 
 
-def _centred(rewards, group_size, counted):
-  """`r - mean` `[groups, n]` in float64, and which of them count."""
+def _centred(
+    rewards: npt.ArrayLike, group_size: int, counted: npt.ArrayLike | None
+) -> tuple[np.ndarray, np.ndarray]:
+  """`r - mean` as float64 `[groups, n]`, and which of them are counted."""
   rewards = np.asarray(rewards, np.float64)
   if rewards.ndim != 1 or not rewards.size:
     raise ValueError(f"rewards must have shape [B], got {rewards.shape}")
   if group_size < 2 or rewards.size % group_size:
     raise ValueError(
         f"group_size must be at least 2 and divide the {rewards.size} rewards,"
-        f" got {group_size}: a response is compared with others to its prompt."
-        " Raise the responses per prompt, or take the loss reinforce_pp, which"
-        " compares with the batch where it is 1"
+        f" got {group_size}: a response is compared with the others to its"
+        " prompt. Raise the responses per prompt, or use the loss reinforce_pp,"
+        " which compares with the whole batch if group_size is 1"
     )
   if not np.all(np.isfinite(rewards)):
     worst = np.flatnonzero(~np.isfinite(rewards))[0]
@@ -103,22 +116,24 @@ def _centred(rewards, group_size, counted):
   counted = _flags("counted", counted, rewards.shape).reshape(-1, group_size)
   counted = counted & (np.sum(counted, axis=1, keepdims=True) >= 2)
   groups = np.where(counted, rewards.reshape(-1, group_size), 0.0)
-  # The mean of equal numbers may differ from them in the last bit, which a
-  # division by std would blow up: equality is tested on the rewards themselves.
+  # The mean of equal numbers can differ from them in the last bit, and dividing
+  # by the std would magnify that: test the rewards themselves for equality.
   high = np.max(np.where(counted, groups, -np.inf), axis=1, keepdims=True)
   low = np.min(np.where(counted, groups, np.inf), axis=1, keepdims=True)
   centred = groups - _mean(groups, counted)
   return np.where(counted & (high > low), centred, 0.0), counted
 
 
-def _mean(groups, counted):
-  """Mean of each group over what counts, `[groups, 1]`."""
+def _mean(groups: np.ndarray, counted: np.ndarray) -> np.ndarray:
+  """The mean of the counted values of each group, `[groups, 1]`."""
   n = np.maximum(np.sum(counted, axis=1, keepdims=True), 1)
   return np.sum(np.where(counted, groups, 0.0), axis=1, keepdims=True) / n
 
 
-def _flags(name, flags, shape):
-  """The flags as a bool array; None means that all are set."""
+def _flags(
+    name: str, flags: npt.ArrayLike | None, shape: tuple[int, ...]
+) -> np.ndarray:
+  """The flags as a checked bool array; None means that all are set."""
   if flags is None:
     return np.ones(shape, bool)
   flags = np.asarray(flags)
@@ -131,38 +146,70 @@ def _flags(name, flags, shape):
 
 
 def mean_of_responses(
-    lengths: Any, max_new_tokens: int, kept: Any = None
+    lengths: npt.ArrayLike,
+    max_new_tokens: int,
+    kept: npt.ArrayLike | None = None,
 ) -> np.ndarray:
-  """`1 / (B |o|)`: the mean over responses of the mean over their tokens."""
+  """Weights `1 / (B |o|)`: the mean over responses of their token means.
+
+  Args:
+    lengths: `[B]` int, number of tokens of each response.
+    max_new_tokens: Largest number of tokens that a response can have.
+    kept: `[B]` bool, which responses are in the loss. None means all.
+
+  Returns:
+    `[B]` float32, the weight of each token of a response.
+
+  Raises:
+    ValueError: If lengths are not integers from 0 to `max_new_tokens`, or
+      shapes disagree.
+  """
   lengths, kept = _lengths(lengths, max_new_tokens, kept)
   return _weights(1 / np.maximum(lengths, 1), kept) / _count(kept)
 
 
 def mean_of_budgets(
-    lengths: Any, max_new_tokens: int, kept: Any = None
+    lengths: npt.ArrayLike,
+    max_new_tokens: int,
+    kept: npt.ArrayLike | None = None,
 ) -> np.ndarray:
-  """`1 / (B max_new_tokens)`: a constant, whatever the length."""
+  """Weights `1 / (B max_new_tokens)`, which do not depend on lengths.
+
+  Arguments are those of `mean_of_responses`.
+  """
   lengths, kept = _lengths(lengths, max_new_tokens, kept)
   return _weights(1 / max_new_tokens, kept) / _count(kept)
 
 
 def mean_of_tokens(
-    lengths: Any, max_new_tokens: int, kept: Any = None
+    lengths: npt.ArrayLike,
+    max_new_tokens: int,
+    kept: npt.ArrayLike | None = None,
 ) -> np.ndarray:
-  """`1 / Σ|o|`: the mean over all tokens of the batch."""
+  """Weights `1 / Σ|o|`: the mean over all tokens of the batch.
+
+  Arguments are those of `mean_of_responses`.
+  """
   lengths, kept = _lengths(lengths, max_new_tokens, kept)
   return _weights(1.0, kept) / np.float32(max(np.sum(lengths[kept]), 1))
 
 
 def mean_of_sums(
-    lengths: Any, max_new_tokens: int, kept: Any = None
+    lengths: npt.ArrayLike,
+    max_new_tokens: int,
+    kept: npt.ArrayLike | None = None,
 ) -> np.ndarray:
-  """`1 / B`: the mean over responses of the sum over their tokens."""
+  """Weights `1 / B`: the mean over responses of the sums over their tokens.
+
+  Arguments are those of `mean_of_responses`.
+  """
   lengths, kept = _lengths(lengths, max_new_tokens, kept)
   return _weights(1.0, kept) / _count(kept)
 
 
-def _lengths(lengths, max_new_tokens, kept):
+def _lengths(
+    lengths: npt.ArrayLike, max_new_tokens: int, kept: npt.ArrayLike | None
+) -> tuple[np.ndarray, np.ndarray]:
   """Lengths and flags as checked arrays."""
   lengths = np.asarray(lengths)
   if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer):
@@ -178,11 +225,11 @@ def _lengths(lengths, max_new_tokens, kept):
   return lengths, _flags("kept", kept, lengths.shape)
 
 
-def _weights(weights, kept):
-  """`[B]` float32, 0 where not kept."""
+def _weights(weights: npt.ArrayLike, kept: np.ndarray) -> np.ndarray:
+  """The weights as `[B]` float32, 0 for responses that are not kept."""
   return np.where(kept, weights, 0.0).astype(np.float32)
 
 
-def _count(kept):
-  """B: responses that are kept, at least 1."""
+def _count(kept: np.ndarray) -> np.float32:
+  """B: the number of responses that are kept, at least 1."""
   return np.float32(max(np.sum(kept), 1))

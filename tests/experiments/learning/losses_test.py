@@ -441,5 +441,5 @@ def test_group_size_1_needs_a_loss_without_a_group_baseline(name):
   if name == "reinforce_pp":
     losses.check_group_size(name, 1)
     return
-  with pytest.raises(ValueError, match=r"got 1: .* take the loss reinforce_pp"):
+  with pytest.raises(ValueError, match=r"got 1: .* use the loss reinforce_pp"):
     losses.check_group_size(name, 1)
