@@ -1,9 +1,10 @@
-"""Correction for a sampler whose log-probs are not the trainer's.
+"""Importance weights for a sampler whose log-probs differ from the trainer's.
 
-Another precision, an int8 cache or another engine give a token another
-probability than the trainer does with the same weights. Samples of π_sampler
-estimate what π_trainer would do once each weighs π_trainer / π_sampler; these
-weights are truncated, for their variance has no bound.
+With another precision, an int8 cache or another engine, the sampler gives a
+token a different probability than the trainer does, although the weights are
+the same. Samples from π_sampler estimate expectations under π_trainer if each
+has the weight π_trainer / π_sampler. These weights are truncated because their
+variance is unbounded.
 
 Axis letters: G rows, K token slots, packed as in `objectives.Tokens`.
 """
@@ -18,15 +19,15 @@ KINDS = ("none", "token", "sequence")
 
 
 def check(kind: str, cap: float) -> None:
-  """Raises ValueError for a kind that is none or a cap below 1."""
+  """Raises ValueError for an unknown kind or a cap below 1."""
   if kind not in KINDS:
     raise ValueError(
         f"correction must be one of {', '.join(KINDS)}, got {kind!r}"
     )
   if not cap >= 1:
     raise ValueError(
-        f"correction_cap must be at least 1, got {cap}: a lower one would"
-        " shrink the weights of tokens on which both agree"
+        f"correction_cap must be at least 1, got {cap}: a lower cap would"
+        " shrink the weights of tokens on which sampler and trainer agree"
     )
 
 
@@ -41,36 +42,40 @@ def weights(
 ) -> jax.Array:
   """Truncated importance weights of tokens, `min(π_trainer / π_sampler, cap)`.
 
-  Multiplied into `Tokens.weights`, with `Tokens.old_log_probs` the trainer's;
-  F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-  Training" (2025). Kinds:
+  Multiply them into `Tokens.weights`, and let `Tokens.old_log_probs` be those
+  of the trainer. See F. Yao et al., "Your Efficient RL Framework Secretly
+  Brings You Off-Policy RL Training" (2025). The kinds are:
 
   | kind | ratio of | |
   |---|---|---|
-  | none | | 1: the sampler's log-probs are taken at their word |
-  | token | the token | biased: the state came from the sampler too |
-  | sequence | the response | unbiased below the cap; varies most |
+  | none | | always 1: trusts the sampler's log-probs |
+  | token | the token | biased: the sampler chose the earlier tokens too |
+  | sequence | the response | unbiased below the cap, with most variance |
 
-  A sampler that leaves tokens out (top-k, top-p) gives the others more than the
-  trainer does; their weights are below 1 for it, and the gap is above 0.
+  A sampler that leaves out tokens (top-k, top-p) gives the others a higher
+  probability than the trainer does: their weights are below 1, and the gap is
+  above 0.
 
-  Losses whose objective is that of a response (gspo, rloo) spread it over its
-  tokens evenly: with `token` they weigh it by the mean over its tokens.
+  Losses whose objective is that of a response (gspo, rloo) spread it evenly
+  over its tokens. With the kind `token` they therefore weigh it by the mean
+  over these tokens.
 
   Args:
-    sampler_log_probs: `[G, K]` float, of the distribution sampled from.
-    trainer_log_probs: `[G, K]` float, under the trainer's weights of the same
-      time.
-    mask: `[G, K]` bool, True at generated tokens. Nothing elsewhere counts.
-    response: `[G, K]` int32, as in `objectives.Tokens`.
-    kind: of `KINDS`.
-    cap: at least 1; infinity for no truncation. 2 is usual.
+    sampler_log_probs: Log-probs under the distribution that was sampled from,
+      `[G, K]` float.
+    trainer_log_probs: Log-probs under the trainer with the same weights,
+      `[G, K]` float.
+    mask: True at generated tokens, `[G, K]` bool. Other slots are ignored.
+    response: Number of each token's response, `[G, K]` int32, as in
+      `objectives.Tokens`.
+    kind: One of `KINDS`.
+    cap: Largest weight, at least 1; infinity for no truncation. 2 is usual.
 
   Returns:
     `[G, K]` float32 without gradient, 0 outside the mask.
 
   Raises:
-    ValueError: see `check`.
+    ValueError: If `check` refuses the kind or the cap.
   """
   check(kind, cap)
   ratio = _ratio(sampler_log_probs, trainer_log_probs, mask, response, kind)
@@ -87,25 +92,27 @@ def gap_metrics(
     kind: str,
     cap: float,
 ) -> dict[str, jax.Array]:
-  """How far sampler and trainer are apart, over a whole batch.
+  """Measures how far sampler and trainer are apart, over a whole batch.
 
   Args:
-    sampler_log_probs: see `weights`.
-    trainer_log_probs: see `weights`.
-    mask: see `weights`.
-    response: see `weights`.
-    finished: `[G, K]` bool, True at tokens of responses that ended by
-      themselves.
-    kind: see `weights`.
-    cap: see `weights`.
+    sampler_log_probs: See `weights`.
+    trainer_log_probs: See `weights`.
+    mask: See `weights`.
+    response: See `weights`.
+    finished: True at tokens of responses that ended by themselves, `[G, K]`
+      bool.
+    kind: See `weights`.
+    cap: See `weights`.
 
   Returns:
-    float32 scalars, 0 where there is no such token: `gap`, the mean of
-    log π_sampler - log π_trainer over tokens of finished responses in nats,
-    which is what `kl_budget` takes as `mismatch`; `gap_max`, the largest
-    magnitude of it at any token; `kl`, the estimate ρ - 1 - log ρ of
-    KL(π_sampler ‖ π_trainer) in nats per token; `truncated`, the fraction of
-    tokens whose weight the cap lowered.
+    float32 scalars, 0 if there are no tokens to average over:
+
+    *   `gap`: mean of log π_sampler - log π_trainer in nats over the tokens of
+        finished responses, which `kl_budget` takes as `mismatch`.
+    *   `gap_max`: largest magnitude of this difference at any token.
+    *   `kl`: the estimate ρ - 1 - log ρ of KL(π_sampler ‖ π_trainer), in nats
+        per token.
+    *   `truncated`: fraction of tokens whose weight the cap lowered.
   """
   check(kind, cap)
   log_ratio = _log_ratio(sampler_log_probs, trainer_log_probs, mask)
@@ -123,7 +130,9 @@ def gap_metrics(
   }
 
 
-def _log_ratio(sampler_log_probs, trainer_log_probs, mask):
+def _log_ratio(
+    sampler_log_probs: jax.Array, trainer_log_probs: jax.Array, mask: jax.Array
+) -> jax.Array:
   """log π_trainer - log π_sampler, clamped, 0 outside the mask, no gradient."""
   sampler, trainer = (
       jnp.where(mask, x, 0.0).astype(jnp.float32)
@@ -133,8 +142,14 @@ def _log_ratio(sampler_log_probs, trainer_log_probs, mask):
   return lax.stop_gradient(jnp.clip(trainer - sampler, -limit, limit))
 
 
-def _ratio(sampler_log_probs, trainer_log_probs, mask, response, kind):
-  """What the weights are before truncation."""
+def _ratio(
+    sampler_log_probs: jax.Array,
+    trainer_log_probs: jax.Array,
+    mask: jax.Array,
+    response: jax.Array,
+    kind: str,
+) -> jax.Array:
+  """The weights before truncation, not masked."""
   log_ratio = _log_ratio(sampler_log_probs, trainer_log_probs, mask)
   if kind == "none":
     return jnp.ones_like(log_ratio)
