@@ -8,21 +8,22 @@ import jax.numpy as jnp
 
 from experiments.learning.objectives import MAX_LOG_RATIO
 
-# Estimates of KL(π ‖ reference) from one token, by d = log π - log π_ref.
+# Estimates of KL(π ‖ π_ref) from one token, as functions of
+# d = log π - log π_ref.
 
 
-def _k1(d):
+def _k1(d: jax.Array) -> jax.Array:
   """d, with the gradient that k1 has as a part of the reward."""
   fixed = lax.stop_gradient(d)
   return fixed + fixed * (d - fixed)
 
 
-def _k2(d):
+def _k2(d: jax.Array) -> jax.Array:
   """d² / 2."""
   return 0.5 * jnp.square(d)
 
 
-def _k3(d):
+def _k3(d: jax.Array) -> jax.Array:
   """exp(-d) - 1 + d, never negative."""
   return jnp.expm1(-d) + d
 
@@ -35,10 +36,11 @@ ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def estimate(d: jax.Array, estimator: str) -> jax.Array:
-  """An estimate of KL(π ‖ π_ref) from tokens of π.
+  """Estimates KL(π ‖ π_ref) from tokens sampled from π.
 
-  Values are those of J. Schulman, "Approximating KL Divergence" (2020); what a
-  penalty does is decided by gradients. With tokens of π, states taken as given:
+  The values are those of J. Schulman, "Approximating KL Divergence" (2020), but
+  what a penalty does depends on the gradients. For tokens sampled from π, with
+  the states taken as given:
 
   | name | value | gradient, times ∇log π | descends |
   |---|---|---|---|
@@ -46,27 +48,28 @@ def estimate(d: jax.Array, estimator: str) -> jax.Array:
   | k2 | d²/2, biased, ≥ 0 | d | KL(π ‖ π_ref), unbiased |
   | k3 | e^-d - 1 + d, unbiased, ≥ 0 | 1 - e^-d | KL(π_ref ‖ π) |
 
-  The derivative of d itself is ∇log π, of mean 0: as a plain term of the loss
-  k1 would be noise and no penalty. It has the gradient here that it has as a
-  part of the reward. k3's gradient is that of k2 to first order in d, and
-  GRPO's. Tokens of an older policy make all three biased by its ratio.
+  The derivative of d itself is ∇log π, whose mean is 0: k1 as a plain term of
+  the loss would add noise and no penalty. Here it has the gradient that it has
+  as a part of the reward. The gradient of k3 is that of GRPO, and equals that
+  of k2 to first order in d. With tokens of an older policy all three are
+  biased, because its ratio to π is left out.
 
   Args:
-    d: float32, log π - log π_ref at the tokens; clamped to ±20.
-    estimator: k1, k2 or k3.
+    d: log π - log π_ref at the tokens, float32; clamped to ±20.
+    estimator: A name in `ESTIMATORS`: k1, k2 or k3.
 
   Returns:
-    Nats per token, of d's shape.
+    Nats per token, in the shape of `d`.
 
   Raises:
-    ValueError: for another estimator.
+    ValueError: If the estimator is unknown.
   """
   check_estimator(estimator)
   return ESTIMATORS[estimator](jnp.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def check_estimator(name):
-  """Refuses an estimator that there is not."""
+def check_estimator(name: str) -> None:
+  """Raises ValueError for an unknown estimator."""
   if name not in ESTIMATORS:
     raise ValueError(
         f"reference_estimator must be one of {', '.join(ESTIMATORS)}, got"
