@@ -113,15 +113,15 @@ def _centred(
         f"rewards must be finite, reward {worst} is {rewards[worst]}: correct"
         " the reward function"
     )
-  counted = _flags("counted", counted, rewards.shape).reshape(-1, group_size)
-  counted = counted & (np.sum(counted, axis=1, keepdims=True) >= 2)
-  groups = np.where(counted, rewards.reshape(-1, group_size), 0.0)
+  flags = _flags("counted", counted, rewards.shape).reshape(-1, group_size)
+  flags = flags & (np.sum(flags, axis=1, keepdims=True) >= 2)
+  groups = np.where(flags, rewards.reshape(-1, group_size), 0.0)
   # The mean of equal numbers can differ from them in the last bit, and dividing
   # by the std would magnify that: test the rewards themselves for equality.
-  high = np.max(np.where(counted, groups, -np.inf), axis=1, keepdims=True)
-  low = np.min(np.where(counted, groups, np.inf), axis=1, keepdims=True)
-  centred = groups - _mean(groups, counted)
-  return np.where(counted & (high > low), centred, 0.0), counted
+  high = np.max(np.where(flags, groups, -np.inf), axis=1, keepdims=True)
+  low = np.min(np.where(flags, groups, np.inf), axis=1, keepdims=True)
+  centred = groups - _mean(groups, flags)
+  return np.where(flags & (high > low), centred, 0.0), flags
 
 
 def _mean(groups: np.ndarray, counted: np.ndarray) -> np.ndarray:
