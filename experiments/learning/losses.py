@@ -1,12 +1,13 @@
-"""Policy losses by name: advantages, token weights and objective of each.
+"""Policy losses by name: the advantages, token weights and objective of each.
 
-Every loss is three choices. How a response's reward becomes an advantage, how
-much a token weighs in the sum, and what is gained by moving a token's log-prob:
+Every loss consists of three choices: how the reward of a response becomes an
+advantage, the weight of a token in the sum, and the objective, that is, what
+is gained by moving a token's log-prob:
 
   loss = -Σ weights · objective + reference_kl · Σ weights · KL estimate
 
-Sums run over all generated tokens of the batch, so the losses, and the
-gradients, of micro-batches add up to those of the batch.
+Sums run over all generated tokens of the batch, so the losses and gradients of
+micro-batches add up to those of the batch.
 
 Axis letters: B responses, G rows, K token slots of a row. Notation: r reward,
 A advantage, |o| tokens of a response, ρ = π / π_old of a token.
@@ -28,17 +29,18 @@ from experiments.learning.objectives import Objective, Tokens
 
 
 class Loss(NamedTuple):
-  """What makes one policy loss.
+  """The three parts of a policy loss.
 
   Attributes:
-    advantages: `(rewards [B], group_size, counted=None) -> [B]` float32; the
-      responses of a prompt are adjacent. `counted [B]` bool says which rewards
+    advantages: `(rewards [B], group_size, counted=None) -> [B]` float32. The
+      responses to a prompt are adjacent; `counted [B]` bool says which rewards
       are in the baseline.
     weights: `(lengths [B] int, max_new_tokens, kept=None) -> [B]` float32, the
       weight of each token of a response. `kept [B]` bool says which responses
       are in the loss.
-    objective: `(log_ratio [G, K], tokens, clip_low, clip_high)` to what is
-      maximised, `[G, K]` float32, and which tokens were clipped, `[G, K]` bool.
+    objective: `(log_ratio [G, K], tokens, clip_low, clip_high)` to the value
+      that is maximised, `[G, K]` float32, and which tokens were clipped,
+      `[G, K]` bool.
   """
 
   advantages: Callable[..., np.ndarray]
@@ -51,9 +53,10 @@ def grpo() -> Loss:
 
   `A = (r - mean) / (std + 1e-4)` within a group; objective
   `min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A)`; token weight `1/(B |o|)`.
-  DeepSeekMath, arXiv:2402.03300, eq. 3, which has one ε for both clips. Its KL
-  term is `reference_kl` with the estimator k3 (eq. 4). Implementations differ
-  in the standard deviation: TRL's is of the sample, ours of the population.
+  See DeepSeekMath, arXiv:2402.03300, eq. 3, which has one ε for both clips. Its
+  KL term is `reference_kl` with the estimator k3 (eq. 4). Implementations
+  differ in the standard deviation: TRL uses that of the sample, we use that of
+  the population.
   """
   return Loss(
       advantages.group_advantages,
@@ -63,12 +66,12 @@ def grpo() -> Loss:
 
 
 def dr_grpo() -> Loss:
-  """GRPO without its biases by length and by difficulty.
+  """GRPO without its biases from length and difficulty.
 
   `A = r - mean` within a group; GRPO's objective; token weight
-  `1/(B max_new_tokens)`. "Understanding R1-Zero-Like Training",
+  `1/(B max_new_tokens)`. See "Understanding R1-Zero-Like Training",
   arXiv:2503.20783, section 3.2. The paper's formula sums over tokens; its code
-  and TRL divide by the constant budget, as here.
+  and TRL divide by the constant budget, as we do.
   """
   return Loss(
       advantages.group_differences,
@@ -78,13 +81,13 @@ def dr_grpo() -> Loss:
 
 
 def dapo() -> Loss:
-  """GRPO with all tokens of the batch equal, and clips of their own.
+  """GRPO with equal weights for all tokens of the batch and separate clips.
 
-  GRPO's advantages and objective, `clip_high` above `clip_low` (0.28 and 0.2 in
-  the paper); token weight `1 / Σ|o|`. DAPO, arXiv:2503.14476, eq. 8, 10 and 12.
-  There Σ|o| is of a group, here of the batch, as in verl and TRL: the same if
-  groups have equally many tokens. Dynamic sampling and the overlong penalty of
-  the paper are settings of their own.
+  GRPO's advantages and objective, with `clip_high` above `clip_low` (0.28 and
+  0.2 in the paper); token weight `1 / Σ|o|`. See DAPO, arXiv:2503.14476, eq. 8,
+  10 and 12. In the paper Σ|o| is over a group; here it is over the batch, as in
+  verl and TRL, which is the same if all groups have the same number of tokens.
+  The paper's dynamic sampling and overlong penalty are separate settings.
   """
   return Loss(
       advantages.group_advantages,
@@ -94,14 +97,14 @@ def dapo() -> Loss:
 
 
 def gspo() -> Loss:
-  """The response, not the token, is what is clipped.
+  """GRPO that clips whole responses instead of single tokens.
 
   `s = exp(mean over a response's tokens of log ρ)`; objective
-  `min(s A, clip(s) A)` of a response, which each of its tokens carries with
-  weight `1/(B |o|)`; GRPO's advantages. "Group Sequence Policy Optimization",
+  `min(s A, clip(s) A)` of a response, at each of its tokens; token weight
+  `1/(B |o|)`; GRPO's advantages. See "Group Sequence Policy Optimization",
   arXiv:2507.18071, eq. 5 and 7. The paper's token variant has the same gradient
-  where all tokens of a response have one advantage, as here. Clips are far
-  smaller than GRPO's: in the paper `clip_low=3e-4` and `clip_high=4e-4`.
+  if all tokens of a response have the same advantage, as here. Use far smaller
+  clips than for GRPO: the paper has `clip_low=3e-4` and `clip_high=4e-4`.
   """
   return Loss(
       advantages.group_advantages,
@@ -111,13 +114,13 @@ def gspo() -> Loss:
 
 
 def cispo() -> Loss:
-  """REINFORCE with a clipped importance weight: no token loses its gradient.
+  """REINFORCE with a clipped importance weight, so every token has a gradient.
 
   GRPO's advantages; objective
   `stop_gradient(clip(ρ, 1 - clip_low, 1 + clip_high)) A log π`; token weight
-  `1 / Σ|o|`. MiniMax-M1, arXiv:2506.13585, eq. 4 and 5. The paper has no lower
-  bound (`clip_low=1`); its Σ|o| is of a group. TRL's `epsilon_high` is the
-  bound itself, ours is the distance from 1.
+  `1 / Σ|o|`. See MiniMax-M1, arXiv:2506.13585, eq. 4 and 5. The paper has no
+  lower bound (`clip_low=1`), and its Σ|o| is over a group. TRL's `epsilon_high`
+  is the bound itself; our `clip_high` is its distance from 1.
   """
   return Loss(
       advantages.group_advantages,
@@ -129,13 +132,13 @@ def cispo() -> Loss:
 def rloo() -> Loss:
   """REINFORCE with the mean of the other responses as the baseline.
 
-  `A = r - mean of the others` in the group; the whole response is the action,
-  with ratio `R = Π ρ`; objective `min(R A, clip(R) A)` of a response, an equal
-  part of it at each token; token weight `1/B`. "Back to Basics",
-  arXiv:2402.14740, where π_old is π: then the gradient is the paper's,
-  `A Σ ∇log π`. In later updates on the same responses R corrects for the older
-  policy, and the clip, as in TRL, bounds the variance of a product of hundreds
-  of ratios: a response beyond it has no gradient.
+  `A = r - mean of the others` in the group. The whole response is the action,
+  with ratio `R = Π ρ`: objective `min(R A, clip(R) A)` of a response, split
+  equally over its tokens; token weight `1/B`. See "Back to Basics",
+  arXiv:2402.14740, where π_old is π: in that case the gradient is the paper's,
+  `A Σ ∇log π`. In later updates on the same responses, R corrects for the older
+  policy. The clip, as in TRL, bounds the variance of a product of hundreds of
+  ratios: a response that is clipped has no gradient.
   """
   return Loss(
       advantages.leave_one_out,
@@ -149,11 +152,11 @@ def reinforce_pp() -> Loss:
 
   `A = (r - mean) / (std + 1e-4)`, with the mean of the group and the standard
   deviation of these differences in the batch; PPO's objective; token weight
-  `1 / Σ|o|`. REINFORCE++, arXiv:2501.03262: the variant with baseline, which
-  its authors recommend for reasoning, or the one without for a group size of
-  1, where the mean is the batch's. Statistics are of responses; OpenRLHF and
-  verl take them over tokens, so that long responses count more. A reference KL
-  is a term of the loss here, not of the reward.
+  `1 / Σ|o|`. See REINFORCE++, arXiv:2501.03262. This is the variant with
+  baseline, which its authors recommend for reasoning; with a group size of 1 it
+  is the variant without, and the mean is that of the batch. Statistics are over
+  responses; OpenRLHF and verl compute them over tokens, so that long responses
+  count more. The reference KL is a term of the loss here, not of the reward.
   """
   return Loss(
       advantages.batch_advantages,
@@ -170,7 +173,7 @@ LOSSES: dict[str, Loss] = {
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-  """Which loss, and its numbers: part of `config.loss`.
+  """The name and coefficients of a loss: part of `config.loss`.
 
   Attributes:
     name: A name in `LOSSES`.
@@ -196,28 +199,32 @@ class LossSettings:
 
 
 def check_group_size(name: str, group_size: int) -> None:
-  """Raises ValueError for groups that the loss has no advantages for."""
-  # Two groups, since some losses compare with the whole batch.
+  """Raises ValueError if the loss has no advantages for groups of this size."""
+  # Two groups, because some losses compare with the whole batch.
   find(name).advantages(np.zeros(2 * max(group_size, 1)), group_size)
 
 
 def policy_loss(
     settings: LossSettings, log_probs: jax.Array, tokens: Tokens
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The loss of a batch, or of a micro-batch of it.
+  """Computes the loss of a batch, or of one of its micro-batches.
 
   Args:
-    settings: Which loss, and its numbers.
-    log_probs: `[G, K]` float, under the policy that is trained.
-    tokens: Everything else that is known of these tokens.
+    settings: The name and coefficients of the loss.
+    log_probs: Log-probs under the policy being trained, `[G, K]` float.
+    tokens: Everything else about these tokens.
 
   Returns:
     The loss, a float32 scalar, and metrics of the generated tokens as float32
-    scalars: `tokens` (their number), `ratio_mean`, `ratio_max`,
-    `clip_fraction` (the share of tokens whose objective was clipped), `kl`, the
-    estimate ρ - 1 - log ρ of KL(π_old ‖ π) in nats per token, and, with
-    reference log-probs, `reference_kl` in nats per token. Without tokens all
-    are 0. `merge_metrics` joins those of micro-batches.
+    scalars, all 0 if there are no tokens:
+
+    *   `tokens`: number of tokens.
+    *   `ratio_mean`, `ratio_max`: mean and largest ρ.
+    *   `clip_fraction`: fraction of tokens whose objective was clipped.
+    *   `kl`: the estimate ρ - 1 - log ρ of KL(π_old ‖ π), in nats per token.
+    *   `reference_kl`: nats per token; only with reference log-probs.
+
+    `merge_metrics` combines the metrics of micro-batches.
 
   Raises:
     ValueError: If shapes or dtypes disagree, or if there is a reference KL but
@@ -230,7 +237,7 @@ def policy_loss(
         " tokens.reference_log_probs, got None: compute them under the"
         " reference policy, or set it to 0"
     )
-  # Masked before exp: the gradient of a `where` around it would keep a NaN.
+  # Mask before exp: a `where` around it would let NaN into the gradient.
   log_probs = jnp.where(tokens.mask, log_probs, 0.0).astype(jnp.float32)
   tokens = _masked(tokens)
   limit = objectives.MAX_LOG_RATIO
@@ -251,11 +258,11 @@ def policy_loss(
 
 
 def merge_metrics(stacked: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  """Joins `policy_loss` metrics of micro-batches into those of the batch.
+  """Combines `policy_loss` metrics of micro-batches into those of the batch.
 
   Args:
-    stacked: the metrics with a leading micro-batch axis, as `lax.scan` or
-      `jax.tree.map(jnp.stack, ...)` leave them.
+    stacked: Metrics with a leading micro-batch axis, as `lax.scan` returns
+      them.
 
   Returns:
     The same names without that axis: the sum of `tokens`, the maximum of
@@ -273,7 +280,9 @@ def merge_metrics(stacked: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   }
 
 
-def _metrics(log_ratio, clipped, mask):
+def _metrics(
+    log_ratio: jax.Array, clipped: jax.Array, mask: jax.Array
+) -> dict[str, jax.Array]:
   """Metrics of the ratios."""
   ratio = jnp.exp(log_ratio)
   return {
@@ -285,13 +294,13 @@ def _metrics(log_ratio, clipped, mask):
   }
 
 
-def _token_mean(x, mask):
-  """Mean over generated tokens, 0 without any."""
+def _token_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+  """The mean over generated tokens, 0 if there are none."""
   total = jnp.sum(jnp.where(mask, x, 0.0))
   return total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
 
-def _masked(tokens):
+def _masked(tokens: Tokens) -> Tokens:
   """The tokens with 0 (-1 for the response) outside the mask."""
 
   def one(x):
@@ -309,7 +318,7 @@ def _masked(tokens):
 
 
 def find(name: str) -> Loss:
-  """The loss of a name; raises ValueError for an unknown one."""
+  """Returns the loss of this name; raises ValueError for an unknown name."""
   if name not in LOSSES:
     near = difflib.get_close_matches(str(name), LOSSES, n=1)
     hint = f", did you mean {near[0]!r}?" if near else ""
@@ -319,8 +328,10 @@ def find(name: str) -> Loss:
   return LOSSES[name]
 
 
-def _check_scalars(clip_low, clip_high, reference_kl):
-  """Refuses numbers out of range."""
+def _check_scalars(
+    clip_low: float, clip_high: float, reference_kl: float
+) -> None:
+  """Raises ValueError for a coefficient out of range."""
   if not 0 <= clip_low <= 1 or not clip_high >= 0:
     raise ValueError(
         "clip_low must be in [0, 1] and clip_high at least 0, got "
@@ -332,8 +343,8 @@ def _check_scalars(clip_low, clip_high, reference_kl):
     )
 
 
-def _check_arrays(log_probs, tokens):
-  """Refuses arrays that would broadcast into a wrong loss."""
+def _check_arrays(log_probs: jax.Array, tokens: Tokens) -> None:
+  """Raises ValueError for arrays that would broadcast into a wrong loss."""
   shape = tokens.mask.shape
   if len(shape) != 2 or tokens.mask.dtype != jnp.bool_:
     raise ValueError(
