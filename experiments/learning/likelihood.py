@@ -1,26 +1,28 @@
-"""Log-probs and entropies of given tokens, without all logits at once.
+"""Log-probs and entropies of given tokens, without holding all logits at once.
 
 Axis letters: B rows, C tokens of a row, D features, V vocabulary. Everything is
 aligned to tokens: entry c belongs to token c, whose logits come from the
 position before it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
+import optax
 
 from experiments.rollouts import sampling as sampling_lib
 from experiments.rollouts.sampling import Sampling
 
 
 def token_statistics(
-    head_fn: Callable[[Any, jax.Array], jax.Array],
-    params: Any,
+    head_fn: Callable[[optax.Params, jax.Array], jax.Array],
+    params: optax.Params,
     hidden: jax.Array,
     tokens: jax.Array,
     mask: jax.Array,
@@ -30,34 +32,38 @@ def token_statistics(
     eos_ids: Sequence[int] = (),
     steps: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Log-probs and entropies of tokens under the policy as sampled from.
+  """Log-probs and entropies of tokens under the distribution sampled from.
 
-  Logits exist for `chunk_size` tokens at a time. Under differentiation a frozen
-  head is read once: the derivatives of log-probs by features are made with
-  them. A head that is trained computes each chunk again in the backward pass.
-  Chunks without a token of the mask are skipped.
+  Logits exist for only `chunk_size` tokens at a time. When differentiated, a
+  frozen head is read once: the derivatives of log-probs with respect to
+  features are computed in the forward pass. With a trained head, each chunk is
+  computed again in the backward pass. Chunks without any token in the mask are
+  skipped.
 
   Args:
-    head_fn: `(params, [..., D]) -> [..., V]` logits, of each token by itself.
-    params: the model's parameters; differentiable.
-    hidden: `[B, C, D]`, entry c is the head's input that predicts token c.
+    head_fn: Maps `(params, [..., D])` to logits `[..., V]`, each token by
+      itself.
+    params: The model's parameters; differentiable.
+    hidden: Inputs of the head, `[B, C, D]`; entry c predicts token c.
     tokens: `[B, C]` int32.
-    mask: `[B, C]` bool, True at generated tokens.
-    sampling: how the tokens were sampled: log-probs are of the distribution
-      that `sampling.warp` makes, in which these tokens are always possible.
-    chunk_size: tokens whose logits are alive at once. A chunk spans the whole
-      batch and at least one position, so B where that is more.
-    eos_ids: tokens that end a response.
-    steps: `[B, C]` int32, how many tokens of its response stand before each;
-      needed where `sampling.min_new_tokens` is above 0.
+    mask: True at generated tokens, `[B, C]` bool.
+    sampling: How the tokens were sampled. Log-probs are those of the
+      distribution that `sampling.warp` makes, in which these tokens always
+      remain possible.
+    chunk_size: Number of tokens whose logits are in memory at once. A chunk
+      spans the whole batch and at least one position, so it has B tokens if
+      that is more.
+    eos_ids: Tokens that end a response.
+    steps: Number of tokens of its response that precede each token, `[B, C]`
+      int32; required if `sampling.min_new_tokens` is above 0.
 
   Returns:
-    `[B, C]` float32 each, 0 outside the mask: log-probabilities, and entropies
-    in nats of the tokens' distributions, these without gradient.
+    Log-probabilities, and entropies in nats of the tokens' distributions: each
+    `[B, C]` float32, 0 outside the mask. Entropies have no gradient.
 
   Raises:
-    ValueError: for a temperature of 0, a `chunk_size` below 1, shapes that
-      disagree, or `min_new_tokens` without steps.
+    ValueError: If the temperature is 0, `chunk_size` is below 1, shapes
+      disagree, or `min_new_tokens` is used without steps.
   """
   _check_statistics(hidden, tokens, mask, sampling, chunk_size)
   batch, length = tokens.shape
@@ -66,7 +72,7 @@ def token_statistics(
   pad = chunks * span - length
 
   def split(x):  # [B, C, ...] -> [chunks, B, span, ...]
-    # Chunks run along time, so that a sharded batch stays sharded.
+    # Chunks run along the tokens, so that a sharded batch stays sharded.
     x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
     x = x.reshape(batch, chunks, span, *x.shape[2:])
     return jnp.moveaxis(x, 1, 0)
@@ -75,10 +81,10 @@ def token_statistics(
     raise ValueError(
         f"sampling.min_new_tokens={sampling.min_new_tokens} needs steps"
     )
-  # A token and its step, for one that may be told to be early.
+  # Each token with its step, by which `warp` knows the early ones.
   targets = jnp.stack([tokens, tokens if steps is None else steps], axis=-1)
   hidden, targets, mask = split(hidden), split(targets), split(mask)
-  # Those leaves of params that the head reads, as arguments of their own.
+  # The leaves of params that the head reads, as explicit arguments.
   head, weights = jax.closure_convert(
       lambda h: head_fn(params, h).astype(jnp.float32),
       jnp.zeros_like(hidden[0]),
@@ -109,19 +115,21 @@ class _Trained:
 
   flags: tuple[bool, ...]
 
-  def split(self, weights):
-    """Trained and frozen ones."""
+  def split(self, weights: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Splits weights into the trained and the frozen ones."""
     pairs = list(zip(self.flags, weights, strict=True))
     return [w for f, w in pairs if f], [w for f, w in pairs if not f]
 
-  def join(self, trained, frozen):
-    """The inverse of `split`."""
+  def join(self, trained: Iterable[Any], frozen: Iterable[Any]) -> list[Any]:
+    """Inverts `split`."""
     trained, frozen = iter(trained), iter(frozen)
     return [next(trained if flag else frozen) for flag in self.flags]
 
 
-def _unless_empty(mask, fn, *args):
-  """`fn(*args)`, or zeros in its place where no token of a chunk counts."""
+def _unless_empty(
+    mask: jax.Array, fn: Callable[..., chex.ArrayTree], *args: Any
+) -> chex.ArrayTree:
+  """`fn(*args)`, or zeros instead if the chunk has no token in the mask."""
   zeros = lambda *args: jax.tree.map(
       lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn, *args)
   )
@@ -129,18 +137,18 @@ def _unless_empty(mask, fn, *args):
 
 
 def _chunk_statistics(compute: Callable[..., Any]) -> Callable[..., Any]:
-  """`(weights, h, targets, mask) -> log-probs, entropies` of one chunk.
+  """Makes `(weights, h, targets, mask) -> log-probs, entropies` of one chunk.
 
-  Of `compute(weights, h, targets)`, which gives them for all tokens.
-
-  Differentiated by hand: autodiff hands the head's weights from the branch of
-  the forward pass to that of the backward pass, as a copy in every chunk.
+  `compute(weights, h, targets)` gives them for all tokens, masked or not. The
+  derivative is written by hand: autodiff would pass the head's weights from
+  the branch of the forward pass to that of the backward pass, with a copy in
+  every chunk.
   """
 
   def compute_and_slope(weights, h, targets):
     of_h = lambda h: compute(weights, h, targets)
     log_probs, pull, entropy = jax.vjp(of_h, h, has_aux=True)
-    # A token's log-prob depends on the token's own features only.
+    # A token's log-prob depends only on its own features.
     (slope,) = pull(jnp.ones_like(log_probs))
     return (log_probs, entropy), slope
 
@@ -163,12 +171,12 @@ def _chunk_statistics(compute: Callable[..., Any]) -> Callable[..., Any]:
   def one_bwd(kept, cotangents):
     trained, mask, kept = kept
     none = [None] * len(trained.flags)
-    cotangent, _ = cotangents  # None comes from entropies.
+    cotangent, _ = cotangents  # Entropies have no gradient.
     if isinstance(cotangent, SymbolicZero):
       return none, None, None, None
     cotangent = jnp.where(mask, cotangent, 0.0)
     if not any(trained.flags):
-      # where, for a slope at a masked token may be anything.
+      # `where`, because a slope outside the mask can be NaN.
       slope = jnp.where(mask[..., None], kept, 0.0)
       h_bar = (cotangent[..., None] * slope).astype(slope.dtype)
       return none, h_bar, None, None
@@ -188,8 +196,14 @@ def _chunk_statistics(compute: Callable[..., Any]) -> Callable[..., Any]:
   return one
 
 
-def _check_statistics(hidden, tokens, mask, sampling, chunk_size):
-  """Refuses what `token_statistics` says it refuses."""
+def _check_statistics(
+    hidden: jax.Array,
+    tokens: jax.Array,
+    mask: jax.Array,
+    sampling: Sampling,
+    chunk_size: int,
+) -> None:
+  """Raises ValueError for bad arguments of `token_statistics`."""
   if sampling.greedy:
     raise ValueError(
         "temperature must be above 0, got 0: greedy decoding has no gradient"
@@ -203,12 +217,15 @@ def _check_statistics(hidden, tokens, mask, sampling, chunk_size):
     )
 
 
-def _chosen_and_entropy(logits, targets):
+def _chosen_and_entropy(
+    logits: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Log-softmax at the targets, and H = lse(z) - Σ_v p_v z_v.
 
-  Logits of -inf have no share in either.
+  Logits of -inf contribute to neither.
   """
-  # Not a look-up, which would gather logits that are split over the vocabulary.
+  # Not an indexed read, which would gather logits that are sharded over the
+  # vocabulary.
   ids = lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
   hit = ids == targets[..., None]
   chosen = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
