@@ -21,7 +21,8 @@ from experiments.learning import batches, compiled_step, optimizers, train_step
 from experiments.learning.batches import BatchSettings
 from experiments.learning.train_step import UpdateSettings
 from experiments.models import load
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.config import DecoderConfig
+from experiments.models.decoder import Decoder
 from experiments.parallel import sharding
 from experiments.rollouts.rollout import Rollout
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.benchmarks import timed_update
 from experiments.benchmarks.timed_update import OptimizerSetting, UpdateSize
-from experiments.models.decoder import DecoderConfig
+from experiments.models.config import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ from experiments.benchmarks import (
 )
 from experiments.benchmarks.timed_update import UpdateSize
 from experiments.models import architectures
-from experiments.models.decoder import DecoderConfig
+from experiments.models.config import DecoderConfig
 from experiments.reporting import provenance
 
 

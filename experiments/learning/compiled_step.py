@@ -15,7 +15,8 @@ import optax
 
 from experiments.learning import batches, optimizers, train_step
 from experiments.models import load
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.config import DecoderConfig
+from experiments.models.decoder import Decoder
 from experiments.parallel import sharding
 from experiments.planning import targets
 

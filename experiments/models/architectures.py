@@ -10,7 +10,7 @@ import os
 import pathlib
 
 from experiments.models import hf
-from experiments.models.decoder import DecoderConfig, RopeScaling
+from experiments.models.config import DecoderConfig, RopeScaling
 
 
 def _qwen2(

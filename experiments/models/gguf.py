@@ -11,7 +11,7 @@ import numpy as np
 from experiments._optional import require
 from experiments.models import stacking
 from experiments.models import tokenizer as tokenizer_lib
-from experiments.models.decoder import DecoderConfig
+from experiments.models.config import DecoderConfig
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 

@@ -15,7 +15,7 @@ import numpy as np
 from experiments._optional import require
 from experiments.models import stacking
 from experiments.models import tokenizer as tokenizer_lib
-from experiments.models.decoder import DecoderConfig, RopeScaling
+from experiments.models.config import DecoderConfig, RopeScaling
 
 _FAMILIES = {
     "LlamaForCausalLM": "llama",

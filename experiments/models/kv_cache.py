@@ -1,4 +1,4 @@
-"""Keys and values of the tokens read so far, in floats or in int8.
+"""A cache of keys and values of earlier tokens, in floats or in int8.
 
 Axis letters: L layers, B sequences, M slots of a sequence, K key-value heads,
 H features per head, S new tokens.
@@ -6,32 +6,31 @@ H features per head, S new tokens.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax import struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from experiments.models.attention import MASKED
+from experiments.models.config import DecoderConfig
 from experiments.models.float32_product import float32_product
 
-# A masked score. Finite, so that a row with nothing to attend to (padding) is
-# uniform and not NaN.
-MASKED = -1e30
-# A token's attention reads a cache in steps of at most so many parts of its
-# slots, each of so many or more.
-_PARTS, _LEAST = 8, 16
-# Slots up to which they are read at once.
-_SHORT = 512
+# A cache is divided into at most `_MAX_PARTS` parts of at least `_MIN_SLOTS`
+# slots. One-token attention reads a whole number of parts.
+_MAX_PARTS, _MIN_SLOTS = 8, 16
+# Caches of up to this many slots are read as one window, longer ones by parts.
+_MAX_WINDOW = 512
 
 
 class Place(NamedTuple):
-  """Where new tokens go, and what they read.
+  """The slots that new tokens are written to, and those that they see.
 
   Attributes:
-    start: int32 scalar, the first slot to write.
-    first: int32 scalar, the first slot that any of them sees.
-    last: int32 scalar, behind the last one.
+    start: Int32 scalar, the first slot to write.
+    first: Int32 scalar, the first slot that any of the tokens sees.
+    last: Int32 scalar, one past the last slot that any of them sees.
   """
 
   start: jax.Array | int
@@ -41,13 +40,13 @@ class Place(NamedTuple):
 
 @struct.dataclass
 class Cache:
-  """Keys and values of all layers, as the products of one query want them.
+  """Keys and values of all layers, laid out for the products of one query.
 
   Attributes:
     k: `[L, B, K, H, M]` keys, after the rotation by position.
     v: `[L, B, K, M, H]` values.
-    k_scale: None, or of int8 keys `[L, B, K, M]` float32: what a unit is worth.
-    v_scale: the same of values.
+    k_scale: `[L, B, K, M]` float32, the unit of int8 keys; None for floats.
+    v_scale: The same for values.
   """
 
   k: jax.Array
@@ -57,16 +56,17 @@ class Cache:
 
   @property
   def length(self) -> int:
-    """Slots of a sequence, M."""
+    """Number of slots per sequence, M."""
     return self.v.shape[3]
 
 
-def _shape(config, batch, length):
+def _shape(config: DecoderConfig, batch: int, length: int) -> tuple[int, ...]:
+  """Returns the shape `[L, B, K, M, H]`."""
   return (config.n_layers, batch, config.n_kv_heads, length, config.head_dim)
 
 
-def _check_dtype(dtype):
-  """The dtype of keys and values, which must be a float or int8."""
+def _check_dtype(dtype: DTypeLike) -> jnp.dtype:
+  """Returns the dtype of keys and values; refuses all but floats and int8."""
   dtype = jnp.dtype(dtype)
   if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
     raise ValueError(
@@ -76,33 +76,29 @@ def _check_dtype(dtype):
 
 
 def init_cache(
-    config: Any,
+    config: DecoderConfig,
     batch: int,
     length: int,
     dtype: DTypeLike | None = None,
 ) -> Cache:
-  """An empty cache.
+  """Makes an empty cache.
 
   Args:
-    config: the decoder's configuration, a `DecoderConfig`.
-    batch: number of sequences, B.
-    length: number of slots per sequence in tokens, M.
-    dtype: of keys and values; None means `config.dtype`. `'int8'` keeps every
-      token's and head's features as whole multiples of their largest / 127.
+    config: The decoder's configuration.
+    batch: Number of sequences, B.
+    length: Number of slots per sequence, M; a slot holds one token.
+    dtype: Dtype of keys and values; None means `config.dtype`. `'int8'` rounds
+      the features of each token and head to multiples of a unit, which is the
+      largest magnitude among them divided by 127.
 
   Returns:
     A `Cache` of zeros.
 
   Raises:
-    ValueError: if `length` exceeds `config.max_length`, or the dtype is
+    ValueError: If `length` exceeds `config.max_length`, or the dtype is
       neither a float nor int8.
   """
-  if length > config.max_length:
-    raise ValueError(
-        f"sequence of {length} tokens is longer than "
-        f"max_length={config.max_length}: shorten it, or load the model with "
-        "a larger max_length"
-    )
+  config.check_length(length)
   dtype = _check_dtype(config.dtype if dtype is None else dtype)
   shape = _shape(config, batch, length)
   k = jnp.zeros((*shape[:-2], shape[-1], shape[-2]), dtype)
@@ -114,9 +110,19 @@ def init_cache(
 
 
 def cache_bytes(
-    config: Any, batch: int, length: int, dtype: DTypeLike | None = None
+    config: DecoderConfig,
+    batch: int,
+    length: int,
+    dtype: DTypeLike | None = None,
 ) -> int:
-  """Bytes of a cache on all devices together; arguments of `init_cache`."""
+  """Returns the bytes of a cache, summed over all devices.
+
+  Args:
+    config: The decoder's configuration.
+    batch: Number of sequences, B.
+    length: Number of slots per sequence, M.
+    dtype: Dtype of keys and values, as in `init_cache`.
+  """
   dtype = _check_dtype(config.dtype if dtype is None else dtype)
   shape = _shape(config, batch, length)
   scales = 4 * math.prod(shape[:-1]) if dtype == jnp.int8 else 0
@@ -124,16 +130,23 @@ def cache_bytes(
 
 
 def write(
-    cache: Cache, layer: jax.Array, index: jax.Array, k: jax.Array, v: jax.Array
+    cache: Cache,
+    layer: jax.Array | int,
+    index: jax.Array | int,
+    k: jax.Array,
+    v: jax.Array,
 ) -> Cache:
-  """Puts a layer's new keys and values in place.
+  """Writes a layer's new keys and values.
 
   Args:
-    cache: the cache of all layers.
-    layer: int32 scalar.
-    index: int32 scalar, the first slot to write.
-    k: `[B, S, K, H]`.
-    v: `[B, S, K, H]`.
+    cache: The cache of all layers.
+    layer: Int32 scalar, the layer's index.
+    index: Int32 scalar, the first slot to write.
+    k: Keys `[B, S, K, H]`.
+    v: Values `[B, S, K, H]`.
+
+  Returns:
+    The new cache.
   """
 
   def put(old, new, axis):
@@ -155,25 +168,25 @@ def write(
 
 def read(
     cache: Cache,
-    layer: jax.Array,
+    layer: jax.Array | int,
     length: int,
     dtype: DTypeLike,
     start: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-  """A layer's keys `[B, K, H, length]` and values `[B, K, length, H]`.
+  """Reads a layer's keys `[B, K, H, length]` and values `[B, K, length, H]`.
 
   Args:
-    cache: the cache of all layers.
-    layer: int32 scalar.
-    length: number of slots.
-    dtype: of the result.
-    start: int32 scalar, the first slot.
+    cache: The cache of all layers.
+    layer: Int32 scalar, the layer's index.
+    length: Number of slots to read.
+    dtype: Dtype of the result.
+    start: Int32 scalar, the first slot to read.
   """
 
   def get(stacked, axis):
-    sizes, place = [1, *stacked.shape[1:]], [layer, *(0,) * (stacked.ndim - 1)]
-    sizes[axis], place[axis] = length, start
-    return jax.lax.dynamic_slice(stacked, place, sizes)[0]
+    sizes, starts = [1, *stacked.shape[1:]], [layer, *(0,) * (stacked.ndim - 1)]
+    sizes[axis], starts[axis] = length, start
+    return jax.lax.dynamic_slice(stacked, starts, sizes)[0]
 
   k, v = get(cache.k, 4), get(cache.v, 3)
   if cache.k_scale is not None:
@@ -183,15 +196,27 @@ def read(
 
 
 def read_tokens(
-    cache: Cache, layer: jax.Array, length: int, dtype: DTypeLike
+    cache: Cache, layer: jax.Array | int, length: int, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-  """A layer's first `length` keys and values, `[B, length, K, H]` each."""
+  """Reads a layer's first keys and values, each `[B, length, K, H]`.
+
+  Args:
+    cache: The cache of all layers.
+    layer: Int32 scalar, the layer's index.
+    length: Number of slots to read.
+    dtype: Dtype of the result.
+  """
   k, v = read(cache, layer, length, dtype)
   return k.transpose(0, 3, 1, 2), v.transpose(0, 2, 1, 3)
 
 
 def place(index: jax.Array | int, mask: jax.Array) -> Place:
-  """The place of tokens that are written at `index` and see `[B, S, M]`."""
+  """Returns the place of new tokens.
+
+  Args:
+    index: Int32 scalar, the first slot that they are written to.
+    mask: `[B, S, M]` bool, True where a token sees a slot.
+  """
   seen = jnp.any(mask, axis=(0, 1))
   n = seen.shape[0]
   return Place(
@@ -202,22 +227,27 @@ def place(index: jax.Array | int, mask: jax.Array) -> Place:
 
 
 def attend(
-    cache: Cache, layer: jax.Array, q: jax.Array, mask: jax.Array, where: Place
+    cache: Cache,
+    layer: jax.Array | int,
+    q: jax.Array,
+    mask: jax.Array,
+    where: Place,
 ) -> jax.Array:
-  """Attention of one new token per sequence, to the part of the cache in use.
+  """Computes one new token's attention per sequence to the used slots.
 
-  A short cache is read as one window from the first slot that any token sees,
-  of the least of a few compiled widths that reaches the last one. Of a long one
-  the copies that each width needs would be large: it is read in parts, with a
-  running maximum and sum (online softmax, Milakov and Gimelshein, 2018), each
-  converted to floats and forgotten; parts that no token sees are not read.
+  A short cache is read as one window. The window starts at the first slot that
+  any token sees and has the smallest of a few compiled widths that reaches the
+  last one. For a long cache, the copies that each width needs would be large.
+  It is therefore read part by part, with a running maximum and sum (online
+  softmax, Milakov and Gimelshein, 2018). Only one part at a time is converted
+  to floats, and parts that no token sees are skipped.
 
   Args:
-    cache: with the new token written.
-    layer: int32 scalar.
-    q: `[B, 1, heads, H]`, heads a multiple of K.
+    cache: The cache of all layers, with the new token already written.
+    layer: Int32 scalar, the layer's index.
+    q: Queries `[B, 1, heads, H]`; heads is a multiple of K.
     mask: `[B, 1, A]` bool, True at slots that a token sees; A ≤ M.
-    where: of `place(index, mask)`.
+    where: The result of `place(index, mask)`.
 
   Returns:
     `[B, 1, heads * H]` in the dtype of q.
@@ -226,12 +256,12 @@ def attend(
   kv_heads, length = cache.v.shape[2], mask.shape[-1]
   grouped = q.reshape(batch, kv_heads, heads // kv_heads, size)
 
-  n_parts = min(max(length // _LEAST, 1), _PARTS)
+  n_parts = min(max(length // _MIN_SLOTS, 1), _MAX_PARTS)
   unit = -(-length // n_parts)
 
   def scores(begin, width):
-    """Scores `[B, K, G, width]` and values `[B, K, width, H]` from a slot."""
-    # At the end what is read reaches back before `begin`.
+    # [B, K, G, width] scores and [B, K, width, H] values. Near the end, the
+    # window starts before `begin`; the slots there are masked.
     start = jnp.minimum(begin, length - width)
     k, v = read(cache, layer, width, q.dtype, start)
     seen = jax.lax.dynamic_slice_in_dim(mask[:, 0], start, width, axis=1)
@@ -254,7 +284,7 @@ def attend(
     total = total * shrink + jnp.sum(weights, axis=-1)
     return new, total, out * shrink[..., None] + weigh(weights, v)
 
-  if length <= _SHORT:
+  if length <= _MAX_WINDOW:
     widths = [min(unit * (i + 1), length) for i in range(n_parts)]
     out = jax.lax.switch(
         (where.last - where.first - 1) // unit,
@@ -274,16 +304,16 @@ def attend(
 
 
 def quantise(x: jax.Array, axis: int = -1) -> tuple[jax.Array, jax.Array]:
-  """Rounds to int8, symmetrically, with one unit for all along an axis.
+  """Rounds to int8, symmetrically, with one unit along an axis.
 
   Args:
-    x: an array, for example `[..., H]`.
-    axis: what shares a unit.
+    x: An array, for example `[..., H]`.
+    axis: The axis whose entries share a unit.
 
   Returns:
-    int8 from -127 to 127 in the shape of x, and float32 without the axis what a
-    unit is worth: the largest magnitude / 127. Their product is off by at most
-    half a unit.
+    Int8 multiples from -127 to 127 in the shape of x, and the float32 unit in
+    the shape of x without the axis: the largest magnitude divided by 127. Their
+    product differs from x by at most half a unit.
   """
   x = x.astype(jnp.float32)
   scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) / 127

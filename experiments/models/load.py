@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 import ml_collections
 
 from experiments.models import gguf, hf, tiny
-from experiments.models.decoder import DecoderConfig
+from experiments.models.config import DecoderConfig
 from experiments.models.pretrained import Pretrained
 
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from experiments.models.decoder import DecoderConfig
+from experiments.models.config import DecoderConfig
 from experiments.models.tokenizer import Tokenizer
 
 

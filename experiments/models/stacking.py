@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.config import DecoderConfig
+from experiments.models.decoder import Decoder
 
 Path = tuple[str, ...]
 

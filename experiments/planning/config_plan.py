@@ -28,7 +28,8 @@ from ml_collections import config_flags
 from experiments.learning import compiled_step
 from experiments.learning.train_step import UpdateSettings
 from experiments.models import architectures, kv_cache, load
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.config import DecoderConfig
+from experiments.models.decoder import Decoder
 from experiments.parallel import sharding
 from experiments.planning import plan, targets
 from experiments.rollouts import decode_steps, generate, sampling

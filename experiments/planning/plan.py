@@ -25,7 +25,8 @@ from experiments.learning import compiled_step
 from experiments.learning.batches import BatchSettings
 from experiments.learning.train_step import UpdateSettings
 from experiments.models import architectures, load
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.config import DecoderConfig
+from experiments.models.decoder import Decoder
 from experiments.parallel import sharding
 from experiments.planning import hlo_cost, targets
 import logra_jax

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from experiments.models import decoder, kv_cache
+from experiments.models.config import DecoderConfig
 from experiments.rollouts import decode_steps
 from experiments.rollouts.rollout import Rollout
 from experiments.rollouts.sampling import Sampling
@@ -159,7 +160,7 @@ def _check(config, tokens, sampling, eos_ids, group_size, slots, stop_table):
 
 
 def memory_bytes(
-    config: decoder.DecoderConfig,
+    config: DecoderConfig,
     *,
     prompts: int,
     group_size: int,

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.models import decoder, hf, lora
+from experiments.models import hf, lora
+from experiments.models.config import DecoderConfig
 from experiments.models.tokenizer import Tokenizer
 from experiments.rollouts import generate as generate_lib
 from experiments.rollouts.rollout import Rollout
@@ -198,7 +199,7 @@ class OpenAISampler:
 def sync_by_directory(
     url: str,
     directory: str | pathlib.Path,
-    config: decoder.DecoderConfig,
+    config: DecoderConfig,
     tokenizer: Tokenizer,
 ) -> Callable[[PyTree, int], None]:
   """A `sync` for `experiments.serve` on a file system that both see.

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from experiments.learning import optimizers
 from experiments.learning.train_step import UpdateSettings
 from experiments.models import hf, load, lora
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.config import DecoderConfig
+from experiments.models.decoder import Decoder
 from experiments.models.pretrained import Pretrained
 from experiments.parallel import sharding
 from experiments.runs import checkpoints, progress

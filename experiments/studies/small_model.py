@@ -28,6 +28,7 @@ from experiments import tasks
 from experiments.evaluation import heldout
 from experiments.models import decoder, hf, tiny
 from experiments.models import tokenizer as tokenizer_lib
+from experiments.models.config import DecoderConfig
 from experiments.rollouts import chat
 from experiments.runs import progress
 
@@ -76,9 +77,9 @@ def ensure_small_model(
   return out
 
 
-def make_config() -> decoder.DecoderConfig:
+def make_config() -> DecoderConfig:
   """Two layers whose kernels have 256 and 512 inputs."""
-  return decoder.DecoderConfig(
+  return DecoderConfig(
       vocab_size=len(_WORDS),
       d_model=256,
       n_layers=2,

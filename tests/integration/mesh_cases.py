@@ -15,6 +15,7 @@ from experiments.learning.batches import BatchSettings
 from experiments.learning.train_step import UpdateSettings
 from experiments.models import decoder, load
 from experiments.models import tiny as tiny_model
+from experiments.models.config import DecoderConfig
 from experiments.parallel import sharding
 from experiments.planning import hlo_cost
 from experiments.rollouts import decode_steps
@@ -132,7 +133,7 @@ class Case:
   def __init__(self, name, sizes):
     shapes, changes = VARIANTS[name]
     self.config = make_config(changes)
-    architecture = decoder.DecoderConfig(**SHAPES | shapes)
+    architecture = DecoderConfig(**SHAPES | shapes)
     self.mesh = make_mesh(sizes)
     sharding.check_model(architecture, self.mesh)
     self.model = decoder.Decoder(load.configure(architecture, self.config))
@@ -265,7 +266,7 @@ def collectives(optimizer, mesh):
           "kl.enabled": False,
       }
   )
-  architecture = decoder.DecoderConfig(**shapes)
+  architecture = DecoderConfig(**shapes)
   lowered = compiled_step.lower_update(architecture, config, make_mesh(mesh))
   text = lowered.compile().as_text()
   moved = [
@@ -349,7 +350,7 @@ def test_a_model_that_the_tensor_axis_cannot_split(name, size):
   message = f"tensor=4 cannot split .* {name}={size}; give a divisor"
   with pytest.raises(ValueError, match=message):
     sharding.check_model(
-        decoder.DecoderConfig(**shapes), make_mesh({"tensor": 4, "fsdp": 2})
+        DecoderConfig(**shapes), make_mesh({"tensor": 4, "fsdp": 2})
     )
 
 

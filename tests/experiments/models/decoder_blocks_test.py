@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.models import decoder
+from experiments.models import decoder, kv_cache
+from experiments.models.config import DecoderConfig
 import logra_jax
 
 LENGTH = 7
-CONFIG = decoder.DecoderConfig(
+CONFIG = DecoderConfig(
     vocab_size=16,
     d_model=12,
     n_layers=2,
@@ -94,7 +95,7 @@ def test_decoding_with_a_cache_ignores_blocks():
   model = decoder.Decoder(
       dataclasses.replace(CONFIG, token_block=3, attention_block=2)
   )
-  cache = decoder.init_cache(model.config, 3, LENGTH)
+  cache = kv_cache.init_cache(model.config, 3, LENGTH)
   positions = jnp.arange(LENGTH)[None].repeat(3, 0)
   variables = {"params": params}
   hidden, _ = jax.jit(functools.partial(model.apply, method="decode"))(

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from experiments.models import load, stacking
-from experiments.models.decoder import Decoder, DecoderConfig, init_cache
+from experiments.models.config import DecoderConfig
+from experiments.models.decoder import Decoder
+from experiments.models.kv_cache import init_cache
 from tests.helpers.paths import GOLDEN
 
 FAMILIES = ("llama", "llama3", "qwen2", "qwen3")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from experiments.models import decoder, kv_cache
+from experiments.models.config import DecoderConfig
 
-CONFIG = decoder.DecoderConfig(
+CONFIG = DecoderConfig(
     vocab_size=23,
     d_model=16,
     n_layers=3,
@@ -80,7 +81,7 @@ def test_attention_to_what_is_seen_is_attention(length):
   mask = rng.random((3, 1, length)) < 0.3
   mask[1, 0], mask[2, 0] = False, False
   mask[1, 0, length // 3] = mask[2, 0, -1] = True
-  config = decoder.DecoderConfig(
+  config = DecoderConfig(
       **vars(CONFIG) | {"dtype": "float32", "max_length": 600}
   )
   cache = kv_cache.init_cache(config, 3, length)
@@ -116,7 +117,7 @@ def test_attention_to_what_is_seen_is_attention(length):
 
 
 def test_attention_to_an_int8_cache_is_close():
-  config = decoder.DecoderConfig(**vars(CONFIG) | {"dtype": "float32"})
+  config = DecoderConfig(**vars(CONFIG) | {"dtype": "float32"})
   model = decoder.Decoder(config)
   tokens = jax.random.randint(jax.random.key(0), (4, 12), 0, 23)
   variables = jax.jit(model.init)(jax.random.key(1), tokens)

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from experiments.models import decoder, lora
+from experiments.models.config import DecoderConfig
 from experiments.runs import checkpoints
 import logra_jax
 from tests.helpers import compiled
@@ -19,7 +20,7 @@ F32 = jnp.float32
 @pytest.fixture(scope="module")
 def loaded():
   """A tiny model; no activation has the shape of a kernel."""
-  config = decoder.DecoderConfig(
+  config = DecoderConfig(
       vocab_size=14,
       d_model=22,
       n_layers=3,

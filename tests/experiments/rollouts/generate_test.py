@@ -12,6 +12,7 @@ import pytest
 from experiments.benchmarks import rollout_speed
 from experiments.configs import quickstart
 from experiments.models import decoder, kv_cache, load
+from experiments.models.config import DecoderConfig
 from experiments.rollouts import decode_steps, generate, stop_strings
 from experiments.rollouts.sampling import Sampling
 from tests.experiments.rollouts.sampling_test import chi_square
@@ -24,7 +25,7 @@ _REAL = pathlib.Path(quickstart.get_config().model)
 
 @functools.cache
 def _policy():
-  config = decoder.DecoderConfig(
+  config = DecoderConfig(
       vocab_size=_VOCAB,
       d_model=16,
       n_layers=2,
