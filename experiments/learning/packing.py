@@ -1,27 +1,28 @@
-"""Responses packed by tokens into rows of one length.
+"""Packs the tokens of responses into rows of one length.
 
 A row holds one or several prompts, each followed by responses to it:
 `prompt a | a's response | a's response | prompt b | b's response | padding`.
-A token sees its own prompt and its own response, at the positions it would
-have alone, so features are those of separate rows at a fraction of the cost: a
-prompt is computed once for the responses that share its row, and a short
-response costs what it has, not the longest one's length.
+A token attends to its own prompt and its own response only, at the positions
+that it would have in a separate row. Features are therefore those of separate
+rows, at a fraction of the cost: a prompt is computed once for all responses in
+its row, and a short response costs only its own tokens.
 
-Axis letters: B responses, N prompts, P longest prompt and C longest response in
-tokens, G rows, S tokens of a row, K generated tokens of a row at most, D
-features.
+Axis letters: B responses, N prompts, P tokens of the longest prompt, C tokens
+of the longest response, G rows, S tokens of a row, K slots for generated tokens
+in a row, D features.
 """
 
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any
 
 from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from experiments.models.decoder import Decoder
 from experiments.rollouts.rollout import Rollout
 
 
@@ -30,18 +31,20 @@ class Rows:
   """Packed tokens, `[..., G, S]`, and the generated ones, `[..., G, K]`.
 
   Attributes:
-    tokens: `[..., G, S]` int32.
-    positions: `[..., G, S]` int32, of each token in its own text.
-    prompt: `[..., G, S]` int32, which prompt of the row a token belongs to; -1
+    tokens: Token ids, `[..., G, S]` int32.
+    positions: Position of each token in its own text, `[..., G, S]` int32.
+    prompt: Which prompt of the row a token belongs to, `[..., G, S]` int32; -1
       at padding.
-    response: `[..., G, S]` int32, which response of the row a token is of; -1
-      in prompts and at padding.
-    source: `[..., G, K]` int32, where in the row the features stand that
-      predict a generated token: at the token before it.
-    targets: `[..., G, K]` int32, the generated tokens.
-    target_mask: `[..., G, K]` bool, False at slots without one.
-    target_response: `[..., G, K]` int32, as `response`; -1 without a token.
-    target_step: `[..., G, K]` int32, tokens of its response before each.
+    response: Which response of the row a token belongs to, `[..., G, S]` int32;
+      -1 in prompts and at padding.
+    source: Place in the row of the features that predict each generated token,
+      which is the token before it, `[..., G, K]` int32.
+    targets: The generated tokens, `[..., G, K]` int32.
+    target_mask: False at empty slots, `[..., G, K]` bool.
+    target_response: The response of each generated token, `[..., G, K]` int32;
+      -1 at empty slots.
+    target_step: Number of tokens of its response before each generated token,
+      `[..., G, K]` int32.
   """
 
   tokens: jax.Array
@@ -60,13 +63,14 @@ class Packing:
   """Packed responses, and where each of their tokens went.
 
   Attributes:
-    rows: NumPy arrays `[M, G, ...]`, M micro-batches of G rows.
-    index: `[M, G, K]` int64, the flat position in `[B, T]` arrays of the
-      rollout of each generated token; 0 without one.
-    count: micro-batches that hold anything; those after it are empty.
-    computed: tokens in the first `count` micro-batches.
-    padding: the fraction of these that is padding.
-    length: T of the rollout.
+    rows: M micro-batches of G rows, NumPy arrays `[M, G, ...]`.
+    index: Flat position of each generated token in the `[B, T]` arrays of the
+      rollout, `[M, G, K]` int64; 0 at empty slots.
+    count: Number of micro-batches that hold tokens; those after it are empty.
+    computed: Number of tokens, with padding, in the first `count`
+      micro-batches.
+    padding: Fraction of these that is padding.
+    length: T, the number of columns of the rollout.
   """
 
   rows: Rows
@@ -77,23 +81,23 @@ class Packing:
   length: int
 
   def gather(self, values: np.ndarray) -> np.ndarray:
-    """`[B]` or `[B, T]` values of the rollout as `[M, G, K]`, 0 elsewhere."""
+    """Packs `[B]` or `[B, T]` values into `[M, G, K]`, 0 at empty slots."""
     flat = np.asarray(values).reshape(-1)
     index = self.index
-    if values.ndim == 1:  # A value of the whole response.
+    if values.ndim == 1:  # One value for the whole response.
       index = index // self.length
     out = flat[index]
     return np.where(self.rows.target_mask, out, np.zeros((), out.dtype))
 
 
 def max_targets(n_prompt: int, n_new: int, row_tokens: int) -> int:
-  """Generated tokens of a row at most, K."""
-  # A row of one prompt and one response, or of many short ones.
+  """The largest number of generated tokens in a row, K."""
+  # A row holds one prompt and one response, or many short ones.
   return n_new if row_tokens == n_prompt + n_new else row_tokens - 1
 
 
 def _responses_in_a_row(n_prompt: int, n_new: int, row_tokens: int) -> int:
-  """How many of the longest responses to the longest prompt fit in a row."""
+  """Number of longest responses to a longest prompt that fit in a row."""
   return (row_tokens - n_prompt) // n_new
 
 
@@ -105,7 +109,7 @@ def max_micro_batches(
     row_tokens: int,
     micro_rows: int,
 ) -> int:
-  """Micro-batches that hold any rollout of such a size, M."""
+  """The number of micro-batches that can hold any rollout of this size, M."""
   a_row = _responses_in_a_row(n_prompt, n_new, row_tokens)
   return -(-prompts * -(-responses // a_row) // micro_rows)
 
@@ -119,25 +123,25 @@ def pack(
     row_tokens: int,
     micro_rows: int,
 ) -> Packing:
-  """Packs the responses that are kept; on the host, in NumPy.
+  """Packs the kept responses, on the host in NumPy.
 
-  A row holds as many groups as fit; one that is split over rows has its prompt
-  in each.
+  A row holds as many groups as fit. A group that is split over rows has its
+  prompt in each of them.
 
   Args:
-    rollout: of B responses `[B, P + C]`; the responses of a prompt are
-      adjacent.
-    keep: `[B]` bool, responses that are to be computed.
-    group_size: responses to each prompt; divides B.
-    n_new: C.
-    row_tokens: S, at least P + C.
-    micro_rows: G.
+    rollout: B responses, `[B, P + C]`. The responses to a prompt are adjacent.
+    keep: The responses to compute, `[B]` bool.
+    group_size: Number of responses to each prompt; divides B.
+    n_new: C, the tokens of the longest response.
+    row_tokens: S, the tokens of a row, at least P + C.
+    micro_rows: G, the rows of a micro-batch.
 
   Returns:
-    M micro-batches, M of `max_micro_batches`, a function of shapes alone.
+    M micro-batches, where M is that of `max_micro_batches` and so depends only
+    on shapes.
 
   Raises:
-    ValueError: a row cannot hold the longest response.
+    ValueError: If a row cannot hold the longest prompt and response.
   """
   batch, length = rollout.tokens.shape
   n_prompt = length - n_new
@@ -162,7 +166,7 @@ def pack(
       key=len,
   )
   n_rows = batch // group_size * -(-group_size // a_row)
-  if len(layout) > n_rows:  # Many long prompts: one prompt to a row.
+  if len(layout) > n_rows:  # With many long prompts, put one in each row.
     layout = _one_prompt_a_row(lengths, group_size, a_row)
   n_micro = -(-n_rows // micro_rows)
   count = max(-(-len(layout) // micro_rows), 1)
@@ -189,11 +193,11 @@ def pack(
 
 
 def all_rows(rollout: Rollout, group_size: int, n_new: int) -> Rows:
-  """All responses packed at once; arguments as for `pack`.
+  """Packs all responses into one micro-batch; see `pack` for the arguments.
 
   Returns:
-    NumPy arrays `[N, ...]`: as many rows as prompts, each with room for all
-    responses to a prompt.
+    NumPy arrays `[N, ...]`: one row for each prompt, with room for all
+    responses to it.
   """
   batch, length = rollout.tokens.shape
   packed = pack(
@@ -207,7 +211,7 @@ def all_rows(rollout: Rollout, group_size: int, n_new: int) -> Rows:
   return jax.tree.map(lambda x: x[0], packed.rows)
 
 
-# A prompt, and the responses to it that are in a row.
+# A prompt, and those responses to it that share a row with it.
 _Segment = tuple[int, list[int]]
 
 
@@ -219,16 +223,17 @@ def _layout(
     row_targets: int,
     worth: float,
 ) -> list[list[_Segment]]:
-  """Which responses go to which row; a function of lengths alone.
+  """Decides which responses go to which row, from lengths alone.
 
-  Large groups first, each to the fullest row that holds it. One that no row
-  holds begins a row; or it is split, where that fills a row with `worth` times
-  as many tokens of responses as the prompt costs again.
+  Places large groups first, each in the fullest row that can hold it. A group
+  that fits in no row starts a new one, unless it is worth splitting: a part of
+  it fills up a row if the tokens of these responses are at least `worth` times
+  those of the prompt, which is then computed once more.
   """
   groups = np.arange(len(lengths)).reshape(-1, group_size)
   totals = prompt_lengths + lengths[groups].sum(axis=1)
   rows: list[list[_Segment]] = []
-  room: list[list[int]] = []  # Tokens, and generated tokens.
+  room: list[list[int]] = []  # Tokens and generated tokens that still fit.
 
   def place(row: int, prompt: int, responses: list[int]) -> None:
     generated = int(lengths[responses].sum())
@@ -265,7 +270,7 @@ def _layout(
 def _fill_up(
     lengths: np.ndarray, pending: list[int], own: int, room: list[int]
 ) -> list[int]:
-  """Of the responses, longest first, those that fit beside their prompt."""
+  """The responses, longest first, that fit into the room with their prompt."""
   left = min(room[0] - own, room[1])
   some = []
   for response in pending:
@@ -278,7 +283,7 @@ def _fill_up(
 def _one_prompt_a_row(
     lengths: np.ndarray, group_size: int, a_row: int
 ) -> list[list[_Segment]]:
-  """The layout that fits whatever the lengths are."""
+  """The layout that fits for all lengths."""
   rows = []
   for first in range(0, len(lengths), group_size):
     group = [i for i in range(first, first + group_size) if lengths[i]]
@@ -287,8 +292,10 @@ def _one_prompt_a_row(
   return rows
 
 
-def _empty(n_rows: int, row_tokens: int, row_targets: int) -> dict[str, Any]:
-  """Rows of padding."""
+def _empty(
+    n_rows: int, row_tokens: int, row_targets: int
+) -> dict[str, np.ndarray]:
+  """Rows of padding, and the index of `Packing`."""
   wide = (n_rows, row_tokens)
   thin = (n_rows, row_targets)
   return {
@@ -315,7 +322,7 @@ def _fill(
     group_size: int,
     n_prompt: int,
 ) -> None:
-  """Writes the segments of a row."""
+  """Writes the segments of a row into the arrays."""
   at, target, number = 0, 0, 0
   length = tokens.shape[1]
   for which, (prompt, responses) in enumerate(segments):
@@ -336,7 +343,8 @@ def _fill(
       arrays["prompt"][row, here] = which
       arrays["response"][row, here] = number
       slots = slice(target, target + n)
-      # A token is predicted from the one before; the first, from the prompt.
+      # A token is predicted from the one before it, and the first one from the
+      # end of the prompt.
       arrays["source"][row, slots] = [last, *range(at, at + n - 1)]
       arrays["targets"][row, slots] = tokens[response, places]
       arrays["target_mask"][row, slots] = True
@@ -346,16 +354,16 @@ def _fill(
       at, target, number = at + n, target + n, number + 1
 
 
-def features(model: Any, params: Any, rows: Rows) -> jax.Array:
-  """The features that predict generated tokens.
+def features(model: Decoder, params: optax.Params, rows: Rows) -> jax.Array:
+  """Computes the features that predict the generated tokens.
 
   Args:
-    model: a `Decoder`.
-    params: its parameters.
+    model: The policy.
+    params: Its parameters.
     rows: G rows.
 
   Returns:
-    `[G, K, D]`: entry `[g, k]` goes through the head to the logits of
+    `[G, K, D]`: the head turns entry `[g, k]` into the logits of
     `rows.targets[g, k]`.
   """
   hidden = model.apply(
@@ -369,7 +377,10 @@ def features(model: Any, params: Any, rows: Rows) -> jax.Array:
 
 
 def _visible(rows: Rows) -> jax.Array:
-  """Who sees whom, `[G, S, S]` bool; padding sees earlier padding."""
+  """Which tokens attend to which, `[G, queries S, keys S]` bool.
+
+  Padding attends to earlier padding, so that no query is without a key.
+  """
   index = np.arange(rows.tokens.shape[1])
   causal = jnp.asarray(index[None, :] <= index[:, None])
   same_prompt = rows.prompt[:, :, None] == rows.prompt[:, None, :]
