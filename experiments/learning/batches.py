@@ -1,6 +1,6 @@
-"""From a rollout and its advantages to what the learner reads.
+"""Turns a rollout and its advantages into the batch that a step learns from.
 
-Axis letters as in `packing`.
+Axis letters are those of `packing`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from experiments.learning.train_step import Batch
 from experiments.parallel import sharding
 from experiments.rollouts.rollout import Rollout
 
-# Of the batch's fields, those with a micro-batch axis before the rows.
+# The fields of a batch that have a micro-batch axis before the rows.
 _STACKED = ("rows", "tokens")
 
 
@@ -96,10 +96,12 @@ class BatchSettings:
 
 
 def probe_rows(settings: BatchSettings) -> np.ndarray:
-  """Responses that the KL is measured on, of different prompts first.
+  """Chooses the responses that the KL is measured on.
+
+  They are from as many different prompts as possible.
 
   Returns:
-    `[probe_responses]` int32, distinct.
+    Distinct indices of responses, `[probe_responses]` int32.
   """
   prompts, responses = settings.prompts, settings.responses
   rows = np.arange(prompts * responses, dtype=np.int32)
@@ -116,19 +118,22 @@ def make_batch(
 ) -> tuple[Batch, packing.Packing]:
   """Packs the responses that one step learns from.
 
+  Of the lengths in `settings.row_tokens`, takes the one with the fewest tokens
+  to compute.
+
   Args:
     settings: What packing reads of a config.
     rollout: B = prompts * responses responses, NumPy arrays `[B, T]`.
     advantages: `[B]` float32.
-    keep: `[B]` bool, responses that the loss is of; None means all.
+    keep: The responses that the loss includes, `[B]` bool; None means all.
 
   Returns:
-    The batch, NumPy arrays; its ratios are measured from the sampler's
-    log-probabilities. And where each token went.
+    The batch as NumPy arrays, and where each token went. Its ratios are
+    measured from the sampler's log-probs.
 
   Raises:
-    ValueError: no response has a token, so that there is nothing to learn
-      from; or those of the probe have none, so that no KL can be predicted.
+    ValueError: If no response of the probe has a token, so that no KL can be
+      predicted.
   """
   mask = np.asarray(rollout.completion_mask)
   lengths = mask.sum(axis=1)
@@ -170,7 +175,7 @@ def make_batch(
 
 
 def _probe(settings: BatchSettings, rollout: Rollout) -> packing.Rows:
-  """The probe's rows, each long enough for any response."""
+  """The rows of the probe, each long enough for any response."""
   chosen = probe_rows(settings)
   some = jax.tree.map(lambda x: np.asarray(x)[chosen], rollout)
   if not some.completion_mask.any():
@@ -183,7 +188,7 @@ def _probe(settings: BatchSettings, rollout: Rollout) -> packing.Rows:
 
 
 def abstract_batch(settings: BatchSettings) -> Batch:
-  """Shapes and dtypes of the largest batch, in the longest rows."""
+  """Shapes and dtypes of the largest batch: that of the longest rows."""
   row_tokens = max(settings.row_tokens)
   n_micro = packing.max_micro_batches(
       settings.prompts,
@@ -236,9 +241,9 @@ def abstract_batch(settings: BatchSettings) -> Batch:
 
 
 def shardings(batch: Batch, mesh: Mesh) -> Batch:
-  """Splits every micro-batch, and the probe, over its rows."""
+  """Shardings that split every micro-batch, and the probe, by rows."""
 
-  def one(path: Any, leaf: Any) -> jax.sharding.NamedSharding:
+  def one(path: tuple[Any, ...], leaf: Any) -> jax.sharding.NamedSharding:
     ndim = len(leaf.shape)
     stacked = path[0].name in _STACKED
     names: list[str | None] = [None] * ndim
@@ -252,6 +257,6 @@ def shardings(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def put(batch: Batch, mesh: Mesh) -> Batch:
-  """The batch on its devices."""
+  """Puts the batch on its devices."""
   batch = jax.tree.map(jnp.asarray, batch)
   return sharding.put(batch, shardings(batch, mesh))
