@@ -1,4 +1,4 @@
-"""A softmax policy of one target kernel and a bias: compiles in no time."""
+"""A softmax policy with one target kernel and a bias; it compiles quickly."""
 
 import jax
 import jax.numpy as jnp

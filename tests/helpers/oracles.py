@@ -1,27 +1,32 @@
-"""What the numerical core must compute, in float64 NumPy and as written."""
+"""References for the numerical core: its definitions in float64 NumPy."""
 
-from typing import Any
-
+import jax
 import numpy as np
 
 
-def f64(x: Any) -> np.ndarray:
-  """Any array, bfloat16 included, as float64."""
+def f64(x: jax.typing.ArrayLike) -> np.ndarray:
+  """Converts any array, including bfloat16, to float64."""
   return np.asarray(x).astype(np.float64)
 
 
-def dense_gradient(x: Any, cotangent: Any) -> np.ndarray:
-  """`G = Xᵀ dY`, `[*batch, d_in, d_out]`, of `[*batch, N, ...]` arrays."""
+def dense_gradient(
+    x: jax.typing.ArrayLike, cotangent: jax.typing.ArrayLike
+) -> np.ndarray:
+  """Dense gradient `G = Xᵀ dY [*batch, d_in, d_out]`."""
   return np.einsum("...ni,...no->...io", f64(x), f64(cotangent))
 
 
-def sketch(basis: Any, gradient: Any) -> np.ndarray:
-  """`S = A G`, `[*batch, rank, d_out]`."""
+def sketch(
+    basis: jax.typing.ArrayLike, gradient: jax.typing.ArrayLike
+) -> np.ndarray:
+  """Sketch `S = A G [*batch, rank, d_out]`."""
   return np.einsum("...ri,...io->...ro", f64(basis), f64(gradient))
 
 
-def reconstruct(basis: Any, factor: Any) -> np.ndarray:
-  """`Aᵀ D`, `[*batch, d_in, d_out]`."""
+def reconstruct(
+    basis: jax.typing.ArrayLike, factor: jax.typing.ArrayLike
+) -> np.ndarray:
+  """Full matrix `Aᵀ D [*batch, d_in, d_out]`."""
   return np.einsum("...ri,...ro->...io", f64(basis), f64(factor))
 
 
@@ -31,7 +36,7 @@ def row_adam(
     eps: float = 1e-8,
     norm_preserving: bool = False,
 ) -> list[np.ndarray]:
-  """Directions of RowAdam for a sequence of sketches `[*batch, r, d_out]`."""
+  """RowAdam's directions for a sequence of sketches `[*batch, rank, d_out]`."""
   v = 0.0
   directions = []
   for t, s in enumerate(map(f64, sketches), start=1):
@@ -72,15 +77,18 @@ def adam(
   return out
 
 
-def global_norm(*arrays: Any) -> float:
+def global_norm(*arrays: jax.typing.ArrayLike) -> float:
+  """Euclidean norm of all arrays together."""
   return float(np.sqrt(sum(np.sum(f64(a) ** 2) for a in arrays)))
 
 
-def assert_close(actual: Any, desired: Any, tol: float) -> None:
+def assert_close(
+    actual: jax.typing.ArrayLike, desired: jax.typing.ArrayLike, tol: float
+) -> None:
   """Asserts `‖actual - desired‖∞ ≤ tol · ‖desired‖∞`, and equal shapes.
 
-  Relative to the largest entry: a sum of rounded products is that accurate
-  even where it cancels.
+  The tolerance is relative to the largest entry, because a sum of rounded
+  products that cancels is only accurate to that extent.
   """
   actual, desired = f64(actual), f64(desired)
   assert actual.shape == desired.shape, (actual.shape, desired.shape)

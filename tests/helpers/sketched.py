@@ -1,4 +1,4 @@
-"""A small sketched parameter tree, and gradients such as it gets."""
+"""Small sketched parameter trees, their gradients, and checks of states."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,18 @@ from tests.helpers import toy
 
 F32 = jnp.float32
 SHAPES = {"a/kernel": (12, 20), "b/kernel": (3, 20, 7), "b/bias": (7,)}
+MLP = {"a/kernel": (12, 20), "b/kernel": (20, 7)}
 
 
 def make(dtype=F32, shapes=SHAPES, wrap=lambda tx: tx, **kwargs):
+  """Returns `(tx, params, opt_state)` with the kernels as targets of rank 4.
+
+  Args:
+    dtype: The dtype of the parameters.
+    shapes: The shapes of the parameters, by path.
+    wrap: Called with the `sketch` transformation; returns `tx`.
+    **kwargs: Arguments of `sketch`.
+  """
   kwargs = {"rank": 4, "targets": ".*kernel"} | kwargs
   tx = wrap(logra_jax.sketch(**kwargs))
   params = toy.tree(shapes, dtype=dtype)
@@ -18,7 +27,7 @@ def make(dtype=F32, shapes=SHAPES, wrap=lambda tx: tx, **kwargs):
 
 
 def gradients(params, state, seed=0, size=1.0):
-  """Gradients such as `value_and_grad` gives: thin, dense, or None."""
+  """Random gradients like those of `value_and_grad`: thin, dense, or None."""
   plan = toy.sketch_state(state).plan
   shapes = {t.path: t.thin for t in plan.targets}
   paths = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -35,7 +44,7 @@ def gradients(params, state, seed=0, size=1.0):
 
 
 def assert_same_kind(old, new):
-  """Same structure, shapes and dtypes."""
+  """Asserts that structure, shapes and dtypes are the same."""
   assert jax.tree.structure(old) == jax.tree.structure(new)
   kind = lambda x: (x.shape, x.dtype, x.weak_type)
   olds, news = jax.tree.leaves(old), jax.tree.leaves(new)
@@ -44,7 +53,7 @@ def assert_same_kind(old, new):
 
 
 def assert_thin(state, params):
-  """Arrays only, and none with as many numbers as a target kernel."""
+  """Asserts that all leaves are arrays, smaller than every target kernel."""
   plan = toy.sketch_state(state).plan
   smallest = min(toy.get(params, t.path).size for t in plan.targets)
   for leaf in jax.tree.leaves(state):
@@ -52,18 +61,15 @@ def assert_thin(state, params):
     assert leaf.size < smallest
 
 
-MLP = {"a/kernel": (12, 20), "b/kernel": (20, 7)}
-
-
 def mlp(params, x):
-  """Two targets, a nonlinearity, and something random to weigh the output."""
+  """A loss of the network with the parameters `MLP`, both of them targets."""
   h = jnp.tanh(logra_jax.dense(x, params["a"]["kernel"]))
   y = logra_jax.dense(h, params["b"]["kernel"])
   return jnp.mean(jnp.sin(y.astype(F32)))
 
 
 def sketch_gradients(loss, params, state, *args):
-  """Gradients in `state`'s basis, compiled; and the loss."""
+  """Returns the gradients and the value of `loss`, compiled."""
   fun = jax.jit(logra_jax.value_and_grad(loss))
   value, grads = fun(params, state, *args)
   return grads, value

@@ -1,8 +1,7 @@
-"""A small transformer policy for tests: scanned, rematerialised layers."""
+"""A small transformer policy with scanned, rematerialized layers."""
 
 import math
 import re
-from typing import Any
 
 from flax import linen as nn
 import jax
@@ -14,10 +13,10 @@ VOCAB, WIDTH, LAYERS, BATCH, LENGTH = 19, 8, 2, 4, 6
 
 
 class Block(nn.Module):
-  """Attention and a gated MLP, with the seven default targets."""
+  """An attention and a gated MLP layer, with the seven default targets."""
 
   width: int
-  dtype: Any = None
+  dtype: jax.typing.DTypeLike | None = None
 
   @nn.compact
   def __call__(self, x, valid):
@@ -27,7 +26,7 @@ class Block(nn.Module):
     n = x.shape[1]
     scores = jnp.einsum("bqd,bkd->bqk", q, k) / self.width**0.5
     seen = jnp.tril(jnp.ones((n, n), bool)) & valid[:, None, :]
-    # A finite floor: a padded query has no key at all.
+    # The floor is finite because a padded query attends to no key.
     weights = jax.nn.softmax(jnp.where(seen, scores, -1e9))
     x = x + dense(self.width, "o_proj")(weights @ v)
     h = nn.RMSNorm(name="mlp_norm")(x)
@@ -38,11 +37,11 @@ class Block(nn.Module):
 
 
 class Policy(nn.Module):
-  """`hidden` gives `[B, T, width]`, `head` logits of any leading shape."""
+  """A policy whose `hidden` returns `[B, T, width]` and whose `head` logits."""
 
   width: int = WIDTH
   vocab: int = VOCAB
-  dtype: Any = None
+  dtype: jax.typing.DTypeLike | None = None
 
   def setup(self):
     self.embed = nn.Embed(self.vocab, self.width)
@@ -72,7 +71,7 @@ POLICY = Policy()
 
 
 def make_batch(seed=0, batch=BATCH, length=LENGTH, vocab=VOCAB):
-  """Rows of padding, prompt and completion; every other row is padded."""
+  """Rows of padding (in every other row), prompt and completion."""
   tokens = jax.random.randint(jax.random.key(seed), (batch, length), 0, vocab)
   position = jnp.arange(length)[None]
   padding = (jnp.arange(batch) % 2)[:, None]
@@ -106,7 +105,7 @@ def head_fn(params, hidden, policy=POLICY):
 
 
 def loss_fn(params, batch):
-  """Cross entropy of the next token where the mask is set."""
+  """Cross-entropy of the next token, averaged over the mask."""
   log_probs = jax.nn.log_softmax(logits_fn(params, batch)[:, :-1])
   taken = jnp.take_along_axis(log_probs, batch["tokens"][:, 1:, None], -1)
   mask = batch["completion_mask"][:, :-1]
@@ -114,6 +113,6 @@ def loss_fn(params, batch):
 
 
 def buffers(compiled_text):
-  """Sizes in elements of every array in a compiled program's text."""
+  """Returns the number of elements of every array in the text of a program."""
   shapes = re.findall(r"\b(?:f|bf|s|u)\d+\[([\d,]+)\]", compiled_text)
   return [math.prod(map(int, s.split(","))) for s in shapes]

@@ -1,4 +1,4 @@
-"""What README and docstrings show is run."""
+"""Tests that the examples in the README and in docstrings run."""
 
 import doctest
 import importlib
@@ -38,7 +38,7 @@ def _front_door():
 
 
 def _setting():
-  """Names that the README takes for granted, for a one-layer policy."""
+  """Returns the names that the README assumes, for a one-layer policy."""
   params = {
       "embed": jax.random.normal(jax.random.key(0), (11, 8)),
       "q_proj": {"kernel": jax.random.normal(jax.random.key(1), (8, 11))},
@@ -85,5 +85,5 @@ def test_front_door_without_learning_rate_meets_the_budget():
   before, _ = names["loss_fn"](names["probe"].params, names["batch"])
   after, _ = names["loss_fn"](names["params"], names["batch"])
   assert after < before
-  # The budget of the first update; third-order terms are a few per cent.
+  # The budget of the first update; third-order terms are a few percent.
   assert abs(float(realised) / 2e-4 - 1) < 0.1

@@ -1,4 +1,4 @@
-"""Bad input is refused early, by argument, value and what to do instead."""
+"""Tests that errors name the argument, its value and the remedy."""
 
 import jax.numpy as jnp
 import optax

@@ -1,7 +1,7 @@
-"""No dense gradient, update or moment is ever stored.
+"""Tests that no dense gradient, update or moment is ever stored.
 
-Read from what the compiler made, not from what was meant: every buffer of a
-target kernel's shape must be the kernel itself.
+The tests inspect compiled programs: every buffer with the shape of a target
+kernel must be the kernel itself.
 """
 
 import jax
@@ -14,7 +14,7 @@ import logra_jax
 from tests.helpers import compiled, toy
 
 F32, BF16 = jnp.float32, jnp.bfloat16
-# Sizes that no other array of these programs has.
+# Sizes that no other array in these programs has.
 LAYERS, D, FF, N, V, RANK = 3, 48, 80, 10, 24, 4
 SHAPES = {
     "embed": (V, D),
@@ -84,7 +84,7 @@ def backward(dtype, scan, remat, micro=False):
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_dense_gradient_is_found(scan):
-  """The control: what is looked for below is seen where it is."""
+  """A control: the tests below would detect a dense gradient."""
   loss = lambda p, b: loss_fn(p, b, scan=scan)
   found = compiled.dense_buffers(
       jax.jit(jax.grad(loss)), (shapes(F32, scan), a_batch()), KERNELS
@@ -165,12 +165,12 @@ def test_state_is_thin(name):
   (sketch,) = [state[0]]
   moments = sum(leaf.size for leaf in jax.tree.leaves(sketch.inner))
   thin = LAYERS * RANK * (D + FF)
-  # RowAdam: one number an output unit and its count; a trace: thin arrays.
+  # RowAdam has one number for each output unit and a count; a trace is thin.
   expected = LAYERS * (D + FF) + 1 + (thin if name == "momentum" else 0)
   assert moments == expected
 
 
-# -- what is kept for the backward pass ---------------------------------------
+# -- residuals of the backward pass -------------------------------------------
 
 
 def kept_shapes(fun, *args):
@@ -178,7 +178,7 @@ def kept_shapes(fun, *args):
 
 
 def test_the_projected_input_is_kept_and_not_the_input():
-  """A chain of linear layers needs no input of any, for its input gradient."""
+  """In a chain of linear layers only the kernel gradients need the inputs."""
   params = toy.tree({"a/kernel": (48, 80), "b/kernel": (80, 32)})
   state = logra_jax.sketch(rank=RANK, targets=".*").init(params)
   view = logra_jax._state.View(params, state)
@@ -193,7 +193,7 @@ def test_the_projected_input_is_kept_and_not_the_input():
   assert (N, 48) not in ours and (N, 80) not in ours
   dense = kept_shapes(lambda p: chain(p, x), params)
   assert (N, 48) in dense and (N, 80) in dense
-  # With remat the inputs of the block are kept, and nothing made in it.
+  # With remat, the inputs of the block are kept, but nothing computed in it.
   block = jax.checkpoint(lambda f: chain(view.tree(f), x))
   assert (N, RANK) not in kept_shapes(block, view.free())
 

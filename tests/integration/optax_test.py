@@ -1,4 +1,4 @@
-"""`sketch` and `kl_budget` inside optax's wrappers, loops and look-ups."""
+"""Tests of `sketch` and `kl_budget` with the wrappers and tools of optax."""
 
 import functools
 
@@ -17,7 +17,7 @@ from tests.helpers import linear_policy as lp
 
 @functools.cache
 def make_step(tx, loss_fn=lp.loss_fn, logits_fn=lp.logits_fn):
-  """The four calls, jitted."""
+  """Returns a jitted training step."""
 
   @jax.jit
   def step(params, opt_state, batch):
@@ -72,13 +72,13 @@ def test_inject_hyperparams_sets_learning_rate_and_budget():
   tx = optax.inject_hyperparams(make)(learning_rate=0.1, budget=1e-2)
   params, opt_state, _ = run(tx, 3)
   assert_close(params, plain_run(3)[0])
-  # A change takes effect without a new trace.
+  # A change takes effect without tracing again.
   opt_state.hyperparams["budget"] = jnp.float32(1e-5)
   step, batch = make_step(tx), lp.make_batch()
   _, opt_state, _ = step(params, opt_state, batch)
-  found = logra_jax.diagnostics(opt_state)
-  np.testing.assert_allclose(found["budget"], 1e-5, rtol=1e-6)
-  assert found["alpha"] < 1
+  diagnostics = logra_jax.diagnostics(opt_state)
+  np.testing.assert_allclose(diagnostics["budget"], 1e-5, rtol=1e-6)
+  assert diagnostics["alpha"] < 1
   assert step._cache_size() == 1
 
 
@@ -133,7 +133,7 @@ LABELS = {"q_proj": {"kernel": "thin", "bias": "dense"}}
 @pytest.mark.parametrize("make", [lambda tx, p: tx.init(p), logra_jax.init])
 @pytest.mark.parametrize("dense_label", ["dense", "zz"])
 def test_partition_is_what_others_do(make, dense_label):
-  """In whatever order its labels come, and with the library's own init."""
+  """The order of the labels does not matter, nor does which `init` is used."""
   thin = optax.chain(logra_jax.sketch(3), optax.scale_by_learning_rate(0.1))
   labels = jax.tree.map(lambda x: x.replace("dense", dense_label), LABELS)
   tx = optax.chain(
@@ -221,7 +221,7 @@ def test_multi_steps_takes_the_step_of_the_mean_gradient():
     updates, opt_state = tx.update(grads, opt_state, params)
     return logra_jax.apply_updates(params, updates, opt_state)
 
-  # The factor is rounded to bfloat16 and its last bit may differ.
+  # The factor is rounded to bfloat16, and its last bit can differ.
   assert_close(accumulated(params), at_once(params), rtol=1e-2)
 
 
@@ -239,7 +239,7 @@ def test_tree_get_finds_what_the_states_hold():
 
 
 def test_map_params_works_on_a_budget_and_is_refused_for_thin_arrays():
-  """The arrays of `sketch` have neither shape nor structure of the params."""
+  """The arrays of `sketch` have neither the shapes nor the tree of params."""
   params = lp.make_params()
   budget = logra_jax.kl_budget(1e-3, optax.adam(0.1))
   shapes = optax.tree.map_params(
@@ -302,7 +302,7 @@ def test_frozen_dicts_train_as_dicts_do():
 
 
 def test_nnx_states_train_as_dicts_do():
-  """The paths are those of the dict, so the bases are the same."""
+  """The paths are the same as in a dict, and so are the bases."""
   tree = jax.tree.map(nnx.Param, lp.make_params())
   state = nnx.State(tree)
   plain = lambda s: {"q_proj": {k: v[...] for k, v in s["q_proj"].items()}}
@@ -350,7 +350,7 @@ def test_momentum_and_adam_may_stand_after_sketch():
 
 
 def test_optax_statistics_of_updates_see_thin_arrays():
-  """Clipping and norms in between count the factor's coordinates."""
+  """Norms and clipping after `sketch` apply to the thin factors."""
   clip = optax.clip_by_global_norm(1e-3)
   tx = optax.chain(logra_jax.sketch(3, others=None), clip)
   params = lp.make_params()

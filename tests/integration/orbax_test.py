@@ -1,4 +1,4 @@
-"""Orbax: what is saved comes back bit for bit, and trains on bit for bit."""
+"""Tests that Orbax restores a run bit for bit, and that it continues so."""
 
 import functools
 
@@ -29,7 +29,7 @@ WITH_TRACE = optax.chain(
     optax.scale_by_learning_rate(0.1),
     logra_jax.kl_budget(1e-2),
 )
-# In the middle of an accumulation, with a frozen bias (None in the state).
+# Saved in the middle of an accumulation; FROZEN has a bias that is None there.
 MULTI = optax.MultiSteps(chain(), every_k_schedule=3)
 FROZEN = optax.MultiSteps(
     optax.chain(logra_jax.sketch(3), logra_jax.kl_budget(1e-2)),
@@ -93,7 +93,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(name, tmp_path):
   tx = CASES[name]
   tree = run(tx, start(tx), range(2))
   save(tmp_path / "run", tree)
-  # A new process knows shapes only.
+  # A new process only knows the shapes.
   abstract = jax.eval_shape(lambda: start(tx))
   restored = restore(tmp_path / "run", abstract)
   assert_same(restored, tree)
@@ -122,7 +122,7 @@ def test_nnx_states_can_be_saved(tmp_path):
 @pytest.mark.parametrize(
     "saved, other",
     [
-        # Moments of sketch coordinates have the rank in their shape.
+        # The shape of a moment in sketch coordinates contains the rank.
         (
             {"refresh": False, "inner": optax.trace(0.9)},
             {"refresh": False, "inner": optax.trace(0.9), "rank": 2},
@@ -134,7 +134,7 @@ def test_nnx_states_can_be_saved(tmp_path):
 )
 def test_the_state_of_another_plan_is_refused(saved, other, tmp_path):
   params = lp.make_params()
-  params["q_proj"]["bias"] = jnp.ones((2, 3))  # may be a target
+  params["q_proj"]["bias"] = jnp.ones((2, 3))  # so that it can be a target
   save(tmp_path / "run", chain(**saved).init(params))
   wanted = jax.eval_shape(lambda: chain(**saved).init(params))
   restore(tmp_path / "run", wanted)
@@ -144,7 +144,7 @@ def test_the_state_of_another_plan_is_refused(saved, other, tmp_path):
 
 
 def test_the_state_of_row_adam_does_not_depend_on_the_rank(tmp_path):
-  """Its moments are of output units, so that a run may go on at another."""
+  """Its moments belong to output units, so a run can continue at another."""
   tx, other = chain(rank=3), chain(rank=2)
   tree = run(tx, start(tx), range(2))
   save(tmp_path / "run", tree)

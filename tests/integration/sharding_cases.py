@@ -1,4 +1,4 @@
-"""Cases of `sharding_test.py`; they need eight devices."""
+"""Test cases that need eight devices; run by `sharding_test.py`."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ TX = optax.chain(
 
 
 def step(params, opt_state, batch):
-  """The four calls."""
+  """One training step."""
   loss, grads = logra_jax.value_and_grad(sp.loss_fn)(params, opt_state, batch)
   probe = logra_jax.kl_probe(
       sp.hidden_fn, params, opt_state, batch, head_fn=sp.head_fn, chunk_size=16
@@ -57,7 +57,7 @@ def single():
 
 
 def kernels(in_axis, out_axis):
-  """Specs of the two targets `[layers, d_in, d_out]`; all else replicated."""
+  """Returns specs of the two targets `[layers, d_in, d_out]`."""
   spec = P(None, in_axis, out_axis)
   return {"q_proj": spec, "down_proj": spec}
 
@@ -114,15 +114,15 @@ def test_a_sharded_step_is_the_step_on_one_device(name):
   assert thin.shape == (sp.LAYERS, RANK, sp.WIDTH)
   assert_close((loss, grads), (wanted_loss, wanted_grads))
   assert_close(new_state, wanted_state)
-  # A factor that rounds to the other bfloat16 moves a weight by 2⁻⁸ of it.
+  # A factor can be rounded to the other neighbor, which differs by 2⁻⁸.
   assert_close(new_params, wanted_params, atol=1e-4)
-  for target in specs:  # the compiler chooses for the others
+  for target in specs:  # the compiler chooses the sharding of the others
     old, new = (p["layers"][target]["kernel"] for p in (params, new_params))
     assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
 
 
 def test_the_step_compared_does_move_the_parameters():
-  """By far more than the tolerance above; no skipped step, none unscaled."""
+  """The change far exceeds the tolerance above, and the step is not skipped."""
   new_params, new_state, _, _ = single()
   change = jax.tree.map(
       lambda a, b: float(jnp.max(jnp.abs(a - b))), new_params, inputs()[0]
@@ -131,8 +131,9 @@ def test_the_step_compared_does_move_the_parameters():
   for name in ("q_proj", "down_proj", "o_proj"):
     assert layers[name]["kernel"] > 3e-3, change
   assert layers["up_proj"]["kernel"] == 0
-  found = logra_jax.diagnostics(new_state)
-  assert 0 < float(found["alpha"]) < 3 and int(found["skipped"]) == 0
+  diagnostics = logra_jax.diagnostics(new_state)
+  assert 0 < float(diagnostics["alpha"]) < 3
+  assert int(diagnostics["skipped"]) == 0
 
 
 def test_the_basis_is_the_same_bits_however_it_is_sharded():
@@ -150,7 +151,7 @@ def test_the_basis_is_the_same_bits_however_it_is_sharded():
 
 
 def collectives(text):
-  """Elements of every array in a compiled program's collectives."""
+  """Returns the sizes of all arrays in the collectives of a program."""
   names = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
   lines = re.findall(rf"= (.*?) (?:{names})(?:-start)?\(", text)
   shapes = [s for line in lines for s in re.findall(r"\w\d+\[([\d,]*)\]", line)]
@@ -175,7 +176,7 @@ def test_data_parallel_gradients_are_reduced_as_sketches():
 
 
 def test_a_data_parallel_probe_exchanges_no_tokens():
-  """Every device evaluates the head for its own responses."""
+  """Each device evaluates the head for its own responses."""
   params, opt_state, batch = linear_inputs()
   put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
   mesh = make_mesh({"data": 8})
@@ -198,7 +199,7 @@ def test_a_data_parallel_probe_exchanges_no_tokens():
 
 
 def test_a_fully_sharded_gradient_needs_no_scatter_of_a_kernel():
-  """Kernels are gathered for the product; their gradients stay thin."""
+  """Kernels are gathered for the product, but their gradients stay thin."""
   d_in, d_out = 64, 48
   mesh = make_mesh({"data": 8})
   put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
@@ -225,7 +226,8 @@ LINEAR_TX = optax.chain(
 )
 
 
-def linear_inputs():  # eight responses
+def linear_inputs():
+  """Returns parameters, optimizer state, and a batch of eight responses."""
   params, batch = lp.make_params(), lp.make_batch()
   batch = jax.tree.map(lambda x: jnp.concatenate([x] * 8)[:8], batch)
   return params, LINEAR_TX.init(params), batch
@@ -243,7 +245,7 @@ def linear_step(params, opt_state, batch):
 
 @pytest.mark.parametrize("kernel_spec", [P(), P("model")])
 def test_meshes_with_explicit_axes(kernel_spec):
-  """What `jax.make_mesh` makes unless told otherwise."""
+  """Explicit axes are the default of `jax.make_mesh`."""
   wanted = linear_step(*linear_inputs())
   mesh = make_mesh({"data": 4, "model": 2}, AxisType.Explicit)
   put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
@@ -286,7 +288,7 @@ def test_sketches_are_split_as_the_kernel_on_explicit_axes(spec):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_sums_sketches(check_vma):
-  """A sum of the shards' sketches is the sketch of the whole batch."""
+  """The sum of the sketches of all shards is the sketch of the batch."""
   params, opt_state, batch = linear_inputs()
   loss = lambda p, b: jnp.sum(
       jnp.sin(lp.logits_fn(p, b)), where=b["completion_mask"][..., None]
@@ -296,7 +298,7 @@ def test_shard_map_sums_sketches(check_vma):
 
   def shard(params, opt_state, batch):
     value, grads = grad(params, opt_state, batch)
-    # With typed axes JAX has summed the gradients of replicated parameters.
+    # With check_vma, JAX already sums the gradients of replicated parameters.
     return jax.lax.psum(value, "data"), (
         grads if check_vma else jax.lax.psum(grads, "data")
     )

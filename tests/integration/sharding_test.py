@@ -1,7 +1,7 @@
-"""One step on eight simulated devices is the step on one.
+"""Tests that a step on eight simulated devices equals the step on one.
 
-The number of devices is fixed when JAX starts, so the cases run in a process
-of their own, all in one: `sharding_cases.py`.
+The number of devices is fixed when JAX starts, so all cases, which are in
+`sharding_cases.py`, run in one separate process.
 """
 
 import os

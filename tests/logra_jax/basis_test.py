@@ -1,8 +1,8 @@
-"""The random basis: what it is a function of, its moments, its identities.
+"""Tests of the random basis: what it depends on, its moments and identities.
 
-Bounds are six standard deviations of the statistic under the stated law: a
-correct generator fails one of them with a probability below 1e-6, and with the
-seeds fixed it does so always or never.
+Each bound is six standard deviations of the statistic under the expected
+distribution. A correct generator would fail one with probability below 1e-6,
+and since the seeds are fixed, a test passes either always or never.
 """
 
 import jax
@@ -39,7 +39,7 @@ def test_is_a_function_of_seed_count_and_path_only(distribution):
       key(seed=43),
       key(count=1),
       key(path="layers/k_proj/kernel"),
-      key(seed=0, count=42),  # no seed + count shortcut
+      key(seed=0, count=42),  # not a function of seed + count
   ]
   for other in others:
     b = draw(other, 6, 40, distribution)
@@ -59,11 +59,12 @@ def test_seed_count_and_path_are_not_interchangeable():
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_same_under_jit_and_vmap(distribution):
   stacked = key(batch=(3, 2))
-  # Op by op for one distribution: that is slow to compile.
+  # Run only one distribution op by op, because each op has to be compiled.
   first = _basis.draw if distribution == "rademacher" else draw
   eager = first(stacked, 6, 40, distribution)
   assert eager.shape == (3, 2, 6, 40) and eager.dtype == jnp.float32
-  # Bit for bit where no arithmetic is involved; a compiler may fuse the rest.
+  # Signs involve no arithmetic and are equal bit for bit; the compiler can fuse
+  # operations of the other distributions.
   tol = 0.0 if distribution == "rademacher" else 1e-6
   oracles.assert_close(draw(stacked, 6, 40, distribution), eager, tol)
   one = lambda k: draw(k, 6, 40, distribution)
@@ -102,9 +103,9 @@ def test_rademacher_signs_are_balanced_and_independent():
   a = np.sign(draws(n, rank, d_in, "rademacher"))
   bound = lambda count: 6 / np.sqrt(count)
   assert abs(a.mean()) < bound(a.size)
-  assert np.abs(a.mean(axis=(0, 1))).max() < bound(n * rank)  # each bit
+  assert np.abs(a.mean(axis=(0, 1))).max() < bound(n * rank)  # each column
   assert np.abs(a.mean(axis=(0, 2))).max() < bound(n * d_in)
-  # Neighbouring bits, neighbouring words, neighbouring rows.
+  # Correlation of neighboring bits, neighboring words and neighboring rows.
   for shifted in (
       a[..., 1:] * a[..., :-1],
       a[..., 32:] * a[..., :-32],
@@ -136,11 +137,11 @@ def test_reconstruction_is_unbiased(distribution, rank, d_in):
   n = 1500
   a = draws(n, rank, d_in, distribution)
   mean = np.einsum("nri,nrj->ij", a, a) / n
-  # Each entry of AᵀA averages rank products of variance at most 2 / rank²
-  # (a squared normal), correlated negatively or not at all.
+  # Each entry of AᵀA is a sum of `rank` products. Their variances are at most
+  # 2 / rank² (a squared normal), and their correlations are negative or zero.
   tolerance = 6 * np.sqrt(2 / (rank * n))
   assert np.abs(mean - np.eye(d_in)).max() < tolerance
-  # The bound is sharp enough to reject a basis scaled by one part in eight.
+  # The bound is tight enough to reject a basis that is too large by 1/8.
   assert np.abs(1.125**2 * mean - np.eye(d_in)).max() > tolerance
 
 
@@ -152,7 +153,9 @@ def test_gram_identity(distribution, batch):
   dense = np.sum(oracles.reconstruct(a, d) ** 2)
   oracles.assert_close(_basis.gram_norm_squared(a, d), dense, 1e-5)
   wrong = draw(key(count=1, batch=batch), 6, 40, distribution)
-  if distribution != "orthonormal":  # whose Gram matrix is the same
+  if (
+      distribution != "orthonormal"
+  ):  # its Gram matrix does not depend on the key
     with pytest.raises(AssertionError):
       oracles.assert_close(_basis.gram_norm_squared(wrong, d), dense, 1e-5)
 
@@ -168,8 +171,8 @@ def test_project(distribution, dtype, batch):
   assert y.dtype == dtype and y.shape == (*batch, 9, rank)
   a = oracles.f64(draw(k, rank, d_in, distribution))
   expected = np.einsum("...ni,...ri->...nr", oracles.f64(x), a)
-  # float32: rounding of a sum of d_in terms. bfloat16: the result is rounded
-  # to 8 bits, and so are basis entries that are no signs.
+  # float32: the rounding error of a sum of d_in terms. bfloat16: the result is
+  # rounded to 8 bits, and so are the basis entries unless they are signs.
   oracles.assert_close(y, expected, 1e-5 if dtype == jnp.float32 else 2**-7)
 
 

@@ -1,8 +1,8 @@
-"""The sketched dense operation against float64 dense gradients.
+"""Tests of the sketched dense operation against dense gradients.
 
-Each model is a plain function of a parameter tree. Its dense gradient comes
-from `jax.grad` of the same function on the ordinary tree, or from NumPy; the
-sketch must be `A G` with the basis the library draws.
+Each model is a plain function of a parameter tree. Its dense gradient `G` is
+computed by `jax.grad` of the same function on the ordinary tree, or by NumPy in
+float64. The sketch must be `A G` with the basis that the library draws.
 """
 
 from flax import linen as nn
@@ -26,7 +26,7 @@ def make(shapes, **kwargs):
 
 
 def check(loss, params, state, *args, tol=2e-5):
-  """Sketches equal `A G` with G the dense gradient of the same function."""
+  """Asserts that sketches are `A G` for the dense gradient `G` of `loss`."""
   grads, value = sketched.sketch_gradients(loss, params, state, *args)
   dense_value, dense = jax.jit(jax.value_and_grad(loss))(params, *args)
   np.testing.assert_array_equal(value, dense_value)
@@ -37,7 +37,7 @@ def check(loss, params, state, *args, tol=2e-5):
     gradient = toy.get(dense, target.path).reshape(matrix)
     expected = oracles.sketch(toy.bases(state)[target.path], gradient)
     oracles.assert_close(got, expected, tol)
-    # The oracle rejects the basis of another update.
+    # The comparison would detect the basis of another update.
     wrong = oracles.sketch(toy.bases(state, 1)[target.path], gradient)
     with pytest.raises(AssertionError):
       oracles.assert_close(got, wrong, 0.1)
@@ -75,7 +75,7 @@ def test_sketch_and_input_gradient(d_in, d_out, storage, compute):
   np.testing.assert_array_equal(value, jax.jit(loss)(params, x))
   gradient = oracles.dense_gradient(x.reshape(-1, d_in), c.reshape(-1, d_out))
   expected = oracles.sketch(toy.bases(state)["kernel"], gradient)
-  # bfloat16: the projected input is rounded to 8 bits, the sum is float32.
+  # bfloat16: the projected input is rounded to 8 bits, but the sum is float32.
   oracles.assert_close(
       grads["kernel"], expected, 1e-5 if compute == F32 else 2**-7
   )
@@ -134,13 +134,13 @@ def test_preferred_element_type():
 @pytest.mark.parametrize(
     "x_shape,k_shape,numbers,layout",
     [
-        # heads: several output axes, several input axes, both
+        # Heads: several output axes, several input axes, or both.
         ((3, 4, 6), (6, 2, 5), (((2,), (0,)), ((), ())), "ioo"),
         ((3, 4, 2, 6), (2, 6, 5), (((2, 3), (0, 1)), ((), ())), "iio"),
         ((3, 2, 6), (2, 6, 3, 4), (((1, 2), (0, 1)), ((), ())), "iioo"),
-        # x contracts axes that are not its last, in another order
+        # Contracted axes of x that are not its last and in another order.
         ((6, 3, 2), (2, 6, 5), (((2, 0), (0, 1)), ((), ())), "iio"),
-        # experts: a batch axis, also where x has it elsewhere
+        # Experts: a batch axis, which need not come first in x.
         ((3, 4, 8), (3, 8, 5), (((2,), (1,)), ((0,), (0,))), "bio"),
         ((4, 8, 3), (3, 8, 5), (((1,), (1,)), ((2,), (0,))), ""),
         (
@@ -230,7 +230,7 @@ def test_the_next_update_is_not_compiled_again():
 
 
 def stacked(params, x, *, remat=False, unroll=1):
-  """A residual stack whose layers are scanned over."""
+  """A stack of residual layers, as a scan over layers."""
 
   def layer(h, kernels):
     u = jnp.tanh(logra_jax.dense(h, kernels["up"]))
@@ -283,7 +283,7 @@ def test_flax_scan(remat):
   model = Model()
   params = model.init(jax.random.key(0), x)["params"]
   state = logra_jax.sketch(rank=4, others=optax.sgd(1.0)).init(params)
-  assert len(state.plan.targets) == 2  # the default pattern finds them
+  assert len(state.plan.targets) == 2  # the default pattern matches them
   loss = lambda p, x: jnp.mean(jnp.sin(model.apply({"params": p}, x)))
   grads, dense = check(loss, params, state, x)
   for name in ("up_proj", "down_proj"):
@@ -350,7 +350,7 @@ def test_full_rank_orthonormal_basis_is_the_dense_gradient():
 
 
 def tangents(fun, params, state, factors, scale):
-  """Library's and dense tangent of `fun` along `Aᵀ D + wd · scale · W`."""
+  """Our tangent of `fun` along `Aᵀ D + wd · scale · W`, and the dense one."""
   view = logra_jax._state.View(params, state)
   updates = jax.tree.map(lambda _: None, params)
   for path, factor in factors.items():
@@ -403,7 +403,7 @@ def test_forward_mode(model, dtype):
   tol = 1e-5 if dtype == F32 else 0.05
   oracles.assert_close(y, dense_y, 1e-6 if dtype == F32 else 2**-7)
   oracles.assert_close(y_dot, dense_dot, tol)
-  # Without the decay term the tangent is another one: the oracle sees it.
+  # The comparison would detect a missing decay term.
   state = state._replace(weight_decay=jnp.float32(0))
   (_, without), _ = tangents(fun, params, state, factors, 8.0)
   with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""A step that is not finite is skipped."""
+"""Tests that `sketch` skips a step that is not finite."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def test_non_finite_gradient_is_skipped(where, bad):
       (state.inner, state.others),
   )
   assert int(after.skipped) == 1 and int(after.count) == 2
-  # The next good gradient is used, with the moments from before.
+  # The next finite gradient is used, with the moments from before the skip.
   updates, recovered = update(
       sketched.gradients(params, state, 2), after, params
   )
@@ -44,12 +44,12 @@ def test_non_finite_gradient_is_skipped(where, bad):
 
 
 def test_overflow_inside_the_inner_transformation_is_skipped():
-  """1e30 is finite; its square, which Adam keeps, is not."""
+  """1e30 is finite, but its square, which Adam keeps, is not."""
   tx, params, state = sketched.make(
       inner=optax.scale_by_adam(), refresh=False, others=optax.adam(1e-2)
   )
   update = jax.jit(tx.update)
-  for huge in ("a", "b"):  # a sketch; a sketch and a dense gradient
+  for huge in ("a", "b"):  # "a" has a target; "b" has a target and a bias
     grads = sketched.gradients(params, state)
     grads[huge] = optax.tree.scale(1e30, grads[huge])
     updates, after = update(grads, state, params)

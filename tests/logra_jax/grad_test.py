@@ -1,4 +1,4 @@
-"""`value_and_grad`: what it returns, and what it refuses."""
+"""Tests of what `value_and_grad` returns, and of what it refuses."""
 
 import jax
 from jax import lax
@@ -75,8 +75,8 @@ def test_micro_batches_add_up(dtype):
     return lax.scan(add, zeros, x)[0]
 
   parts = jax.tree.map(lambda g: g / len(x), accumulated(params, state, x))
-  # float32 sums of the same terms; in bfloat16 the compiler may keep or round
-  # an intermediate of the model in one program and not in the other.
+  # Both are float32 sums of the same terms. With bfloat16, the compiler can
+  # round an intermediate value of the model in only one of the programs.
   tol = 1e-5 if dtype == F32 else 2**-6
   jax.tree.map(lambda a, b: oracles.assert_close(a, b, tol), parts, whole)
 
@@ -98,7 +98,7 @@ def test_dense_state_in_the_chain_is_refused():
   with pytest.raises(ValueError, match=r"logra_jax.init\(tx, params\)"):
     logra_jax.value_and_grad(loss)(params, tx.init(params))
   logra_jax.value_and_grad(loss)(params, logra_jax.init(tx, params))
-  # A refreshed basis makes the thin moment stale.
+  # A refreshed basis would make the thin moment stale.
   tx, *_ = sketched.make(wrap=lambda tx: optax.chain(tx, optax.trace(0.9)))
   with pytest.raises(ValueError, match=r"stale.*refresh=False"):
     logra_jax.value_and_grad(loss)(params, logra_jax.init(tx, params))

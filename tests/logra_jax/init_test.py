@@ -1,4 +1,4 @@
-"""`init` makes the states that chains around `sketch` need."""
+"""Tests of `init`, which makes thin states for chains around `sketch`."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ MOMENTS = {
 @pytest.mark.parametrize("name", MOMENTS)
 @pytest.mark.parametrize("after", [True, False])
 def test_momentum_in_the_chain_equals_inner(name, after):
-  """`logra_jax.init` makes the states that a chain's neighbours need."""
   middle = MOMENTS[name]
   tx, params, state = sketched.make(inner=middle(), refresh=False)
 
@@ -46,7 +45,7 @@ def test_momentum_in_the_chain_equals_inner(name, after):
 
 
 def test_momentum_in_the_chain_at_full_rank():
-  """There a sketch has the kernel's shape, and nothing is to be refused."""
+  """At full rank, states with the shape of the kernel must be accepted."""
   tx, params, _ = sketched.make(
       rank=64, refresh=False, wrap=lambda tx: optax.chain(optax.trace(0.9), tx)
   )

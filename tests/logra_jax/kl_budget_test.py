@@ -1,4 +1,4 @@
-"""The KL budget: its formula, its guards, and the chains it stands in."""
+"""Tests of the KL budget: its formula, its guards, and chains that use it."""
 
 import functools
 
@@ -21,7 +21,7 @@ def budget_state(opt_state):
 
 
 def apply_budget(tx, state, predicted, update=UPDATE, **kwargs):
-  """One update whose KL is said to be `predicted`."""
+  """Calls `update` with a probe that always predicts `predicted`."""
   return tx.update(
       update, state, probe=lambda u: jnp.float32(predicted), **kwargs
   )
@@ -29,7 +29,7 @@ def apply_budget(tx, state, predicted, update=UPDATE, **kwargs):
 
 @functools.cache
 def make_step(tx, logits_fn=lp.logits_fn, loss_fn=lp.loss_fn):
-  """The four calls, jitted; `spoil` is added to the gradient."""
+  """Returns a jitted training step; `spoil` is added to the gradients."""
 
   @jax.jit
   def step(params, opt_state, batch, spoil=0.0):
@@ -103,7 +103,9 @@ def test_an_infinite_budget_is_the_identity_up_to_alpha_max():
   limited, free = optax.chain(*rest, limit), optax.chain(*rest)
   params = lp.make_params()
   limited_state, free_state = limited.init(params), free.init(params)
-  grads = jax.tree.map(lambda p: p[-3:], params)  # any of the right shapes
+  grads = jax.tree.map(
+      lambda p: p[-3:], params
+  )  # any arrays of the right shapes
   grads["q_proj"]["bias"] = params["q_proj"]["bias"]
   update = lambda tx: jax.jit(
       lambda g, s, p: tx.update(g, s, p, probe=lambda u: jnp.float32(7.0))
@@ -244,7 +246,7 @@ def test_a_bad_gradient_costs_a_step_and_nothing_else(name, spoil):
     assert_equal(new_params, params)
     assert_equal(optimizer_moments(new_state), optimizer_moments(opt_state))
     assert logra_jax.diagnostics(new_state)["skipped"] == 1
-  # The next good step is taken.
+  # The next step with a finite gradient is taken.
   last_params, last_state, out = step(new_params, new_state, batch)
   assert logra_jax.diagnostics(last_state)["alpha"] > 0
   assert np.isfinite(out["realised"]) and out["realised"] > 1e-5
@@ -252,7 +254,7 @@ def test_a_bad_gradient_costs_a_step_and_nothing_else(name, spoil):
 
 
 def optimizer_moments(opt_state):
-  """All floats but those of the budget's own bookkeeping."""
+  """Returns all floats of the state except the scalars of `kl_budget`."""
   is_ours = lambda x: isinstance(x, logra_jax.KLBudgetState)
   trees = [
       leaf.inner if is_ours(leaf) else leaf
@@ -262,7 +264,7 @@ def optimizer_moments(opt_state):
 
 
 def test_a_skipped_step_leaves_the_path_of_the_inner_form():
-  """Bit-equal to a run in which the bad step never was."""
+  """The result equals that of a run without the bad step, bit for bit."""
   tx = CHAINS["inner adamw"]
   step, batch = make_step(tx), lp.make_batch()
   ends = []
@@ -308,7 +310,7 @@ def test_a_probe_without_a_generated_token_skips_the_step_under_jit():
 
 
 def test_a_state_with_an_infinity_of_its_own_is_no_bad_moment():
-  """`reduce_on_plateau` starts from an infinite best value."""
+  """The state of `reduce_on_plateau` starts with an infinite best value."""
   inner = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
   tx = logra_jax.kl_budget(1e-3, inner)
   _, state = apply_budget(tx, tx.init(UPDATE), 1e-3, value=jnp.float32(1.0))
@@ -381,7 +383,7 @@ def test_lora_parameters_can_be_budgeted(form):
 
 
 def first_step(tx):
-  """The change of each parameter in one step, and the loss along it."""
+  """Returns the change of each parameter in one step, and its slope of loss."""
   before = lp.make_params()
   after, _, _ = run(tx, 1)
   change = jax.tree.map(lambda a, b: a - b, after, before)

@@ -1,4 +1,4 @@
-"""linen.Dense and DenseGeneral: Flax's own, and targets under every lifting."""
+"""Tests of the Linen layers: equal to Flax, and targets under every lifting."""
 
 import functools
 
@@ -26,7 +26,7 @@ def assert_same(a, b):
 
 
 def assert_drop_in(ours, flax, x):
-  """The same parameters for the same key, the same outputs bit for bit."""
+  """Asserts that parameters and outputs are equal bit for bit."""
   variables = ours.init(KEY, x)
   assert_same(variables, flax.init(KEY, x))
   assert_same(ours.apply(variables, x), flax.apply(variables, x))
@@ -69,7 +69,7 @@ def test_dense_general_is_flax_dense_general(kwargs, shape):
 
 
 def materialised(tx_state, updates, params):
-  """`Aᵀ D` of targets and the updates of others, as float32 arrays."""
+  """Returns the updates as dense arrays, `Aᵀ D` for targets."""
   bases = toy.bases(tx_state)
   flat = jax.tree_util.tree_leaves_with_path(
       updates, is_leaf=lambda x: isinstance(x, logra_jax.Update)
@@ -85,7 +85,7 @@ def materialised(tx_state, updates, params):
 
 
 def check(model, x, targets=r"(.*/)?kernel", tolerance=1e-4, mask=MASK):
-  """Sketches are `A G`, the probe is the derivative along `Aᵀ D`."""
+  """Asserts that sketches are `A G`, and that the probe uses `Aᵀ D`."""
   params = model.init(KEY, x)["params"]
   tx = logra_jax.sketch(2, targets=targets, others=optax.sgd(1.0))
   state = tx.init(params)
@@ -131,12 +131,12 @@ def check(model, x, targets=r"(.*/)?kernel", tolerance=1e-4, mask=MASK):
       wanted = np.einsum("...ri,...io->...ro", bases[name], wanted)
     size = np.max(np.abs(wanted))
     np.testing.assert_allclose(grad, wanted, atol=tolerance * size, rtol=0)
-  assert not plan  # every target was met
+  assert not plan  # every target was checked
   return params
 
 
 class Layer(nn.Module):
-  """A residual layer in the form of a scan body."""
+  """A residual layer with the signature of a scan body."""
 
   dtype: jnp.dtype | None = None
 
@@ -170,7 +170,7 @@ class Lifted(nn.Module):
       return scan(remat(Layer), length=3)(name="layers")(x, None)[0]
     if self.lift == "remat of scan":
       return remat(scan(Layer, length=3))(name="layers")(x, None)[0]
-    if self.lift == "vmap":  # an expert for each row
+    if self.lift == "vmap":  # one expert for each row
       return vmap(Layer)(name="layers")(x)[0]
     if self.lift == "vmap, shared":
       return shared(Layer)(name="layers")(x)[0]
@@ -223,7 +223,7 @@ def test_half_precision_targets(param_dtype):
 
 
 def test_boxed_parameters_are_targets_by_their_own_name():
-  """`nn.with_partitioning` hides the array in a box; the path does not."""
+  """`nn.with_partitioning` boxes the array, but does not change its path."""
   init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
   model = linen.Dense(5, kernel_init=init)
   params = model.init(KEY, X)["params"]

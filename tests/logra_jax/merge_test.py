@@ -1,4 +1,4 @@
-"""`apply_updates` against float64, and its rounding into narrow storage."""
+"""Tests of `apply_updates` against float64, and of its rounding to bfloat16."""
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,12 @@ def make(shapes, dtype=F32, layout="", others=None, **kwargs):
 
 
 def counted(state, steps=1):
-  """The state after `steps` calls of update."""
+  """Returns the state as after `steps` calls of `update`."""
   return state._replace(count=state.count + steps)
 
 
 def thin_updates(params, state, size=1.0, scale=-1.0, seed=0):
-  """`Update`s of normal factors for targets, None elsewhere."""
+  """Returns an `Update` with a random factor for each target, else None."""
   thin = {t.path: t.thin for t in state.plan.targets}
 
   def one(path, leaf):
@@ -68,7 +68,7 @@ def test_merge(shape, layout, distribution):
   ).reshape(shape)
   expected = (1 - 0.25 * 0.5) * oracles.f64(params["kernel"]) + delta
   oracles.assert_close(new, expected, 1e-6)
-  # Each matrix with its own basis, of this update: not of the next.
+  # The comparison would detect the bases of the next update.
   other = oracles.reconstruct(
       toy.bases(state, 1)["kernel"], updates["kernel"].value
   ).reshape(shape)
@@ -95,12 +95,12 @@ def test_dtypes_and_structure_are_kept(dtype):
     assert jax.tree.map(kind, new) == jax.tree.map(kind, params)
     np.testing.assert_array_equal(new["ids"], params["ids"])
     np.testing.assert_array_equal(new["frozen"], params["frozen"])
-    # Within one unit in the last place of what float64 gives.
+    # The error against float64 is at most one unit in the last place.
     unit = float(jnp.finfo(dtype).eps)
     factor = updates["a"]["kernel"].value.astype(BF16)
     delta = oracles.reconstruct(toy.bases(state, 0)["a/kernel"], factor)
     kernel = oracles.f64(params["a"]["kernel"]) + delta
-    # The product itself is float32, whatever the storage.
+    # The product is computed in float32 for any storage dtype.
     tol = max(unit, 3e-7)
     oracles.assert_close(new["a"]["kernel"], kernel, tol)
     bias = oracles.f64(params["a"]["bias"]) + oracles.f64(
@@ -118,7 +118,7 @@ def test_float64_weights_keep_their_digits():
         toy.bases(state, 0)["kernel"], updates["kernel"].value.astype(BF16)
     )
     moved = oracles.f64(new) - oracles.f64(params["kernel"])
-    # 2⁻⁵² of weights below 4 is 1e-15, a thousandth of the step.
+    # 2⁻⁵² times a weight below 4 is 1e-15, a thousandth of the step.
     oracles.assert_close(moved, delta, 2e-3)
 
 
@@ -129,7 +129,7 @@ def test_factors_are_rounded_before_the_merge():
   state = counted(state)
   one, two = apply(params, updates, state), apply(params, rounded, state)
   np.testing.assert_array_equal(one["kernel"], two["kernel"])
-  # A copy that got the bfloat16 numbers themselves merges the same.
+  # A copy that receives the bfloat16 factors merges the same numbers.
   sent = jax.tree.map(lambda x: x.astype(BF16), updates)
   three = apply(params, sent, state)
   np.testing.assert_array_equal(one["kernel"], three["kernel"])
@@ -166,7 +166,7 @@ def test_a_parameter_named_like_a_counter():
 
 @pytest.mark.parametrize("what", ["kernel", "bias"])
 def test_rounding_is_unbiased_where_nearest_loses_everything(what):
-  """Steps of a hundredth of a unit in the last place, 400 times."""
+  """Merges 400 steps of 1/100 of a unit in the last place."""
   n, steps = 2000, 400
   unit = 2.0**-7  # spacing of bfloat16 in [1, 2)
   step = np.float32(unit / 100)
@@ -181,7 +181,7 @@ def test_rounding_is_unbiased_where_nearest_loses_everything(what):
   @jax.jit
   def body(i, params):
     at = state._replace(count=state.count + i + 1)
-    # A = ±1 for d_in = 1 = rank; undo its sign, so that all steps go up.
+    # With d_in = rank = 1 the basis is ±1; undo its sign so that weights grow.
     (sign,) = state.plan.targets[0].basis(
         at.keys(at.count - 1)["q_proj/kernel"]
     )
@@ -196,15 +196,17 @@ def test_rounding_is_unbiased_where_nearest_loses_everything(what):
   after = jax.lax.fori_loop(0, steps, body, params)
   moved = oracles.f64(after[what] if what == "bias" else after["q_proj"][what])
   moved = moved.ravel() - 1.25
-  # Each element moves by Binomial(400, 1/100) units: mean 4 units, variance
-  # 400 · 0.01 · 0.99 units². (All stay below 2, where units double.)
+  # An element moves by Binomial(400, 1/100) units: the mean is 4 and the variance
+  # 400 · 0.01 · 0.99. (All elements stay below 2, where the unit doubles.)
   z = (moved.mean() - steps * step) / (unit * np.sqrt(3.96 / n))
   assert abs(z) < 6
   np.testing.assert_allclose(
       moved.var() / unit**2, 3.96, rtol=6 * np.sqrt(2 / n)
   )
   nearest = (params["bias"] + jnp.asarray(step, BF16)).astype(BF16)
-  np.testing.assert_array_equal(nearest, params["bias"])  # the control
+  np.testing.assert_array_equal(
+      nearest, params["bias"]
+  )  # to nearest, nothing would move
 
 
 def test_rounding_of_any_number_is_unbiased_and_to_a_neighbour():
@@ -228,12 +230,12 @@ def test_rounding_of_any_number_is_unbiased_and_to_a_neighbour():
 
 def test_rounding_never_makes_an_infinity():
   largest = float(jnp.finfo(BF16).max)
-  # Above the largest bfloat16, but nearer to it than to the next power of two.
+  # Numbers above the largest bfloat16, but nearer to it than to 2¹²⁸.
   x = jnp.full((10_000,), np.float32(largest * (1 + 2.0**-10)))
   for value in (x, -x, jnp.full((10_000,), largest)):
     out = _merge._round_to(value, BF16, jax.random.key(1))
     assert bool(jnp.isfinite(out).all())
-  # What is infinite or NaN already is not hidden.
+  # Infinities and NaN in the input are kept.
   bad = jnp.asarray([jnp.inf, -jnp.inf, jnp.nan])
   np.testing.assert_array_equal(
       oracles.f64(_merge._round_to(bad, BF16, jax.random.key(1))),
@@ -245,7 +247,7 @@ def test_zero_update_changes_no_bit():
   params, state = make(
       {"kernel": (3, 12, 7), "bias": (7,)}, dtype=BF16, others=optax.sgd(1.0)
   )
-  # Normal numbers: where a processor flushes smaller ones, they are zero.
+  # No subnormal numbers, because some processors flush them to zero.
   params["kernel"] = (
       params["kernel"]
       .at[0, 0]
@@ -257,7 +259,7 @@ def test_zero_update_changes_no_bit():
   bits = lambda x: np.asarray(x).view(np.uint16)
   for path in ("kernel", "bias"):
     old, now = bits(params[path]), bits(new[path])
-    # -0 + 0 = +0 in any arithmetic; the value is the same.
+    # Only the sign of zero can change, because -0 + 0 = +0.
     same = (old == now) | ((old == 0x8000) & (now == 0))
     assert same.all()
 
@@ -269,7 +271,8 @@ def test_noise_differs_between_updates_seeds_and_parameters(refresh):
   for seed, steps in ((0, 1), (0, 2), (1, 1)):
     params, state = make(shapes, dtype=BF16, refresh=refresh, seed=seed)
     params = jax.tree.map(lambda p: jnp.ones_like(p), params)
-    # A decay of half a unit in the last place: each weight flips a coin.
+    # With a decay of half a unit in the last place, each weight is rounded up
+    # or down with equal probability.
     state = state._replace(weight_decay=jnp.float32(2.0**-8))
     updates = thin_updates(params, state, size=0.0, scale=1.0)
     new = apply(params, updates, counted(state, steps))

@@ -1,4 +1,4 @@
-"""nnx.Linear: Flax's own, and a target inside an nnx.Param."""
+"""Tests of `nnx.Linear`: equal to Flax, and with a target in an `nnx.Param`."""
 
 import functools
 
@@ -50,7 +50,7 @@ def test_linear_takes_what_flax_linear_takes():
 
 
 class Policy(nnx.Module):
-  """Two layers, the first of them under nnx.remat."""
+  """Two layers, the first of them under `nnx.remat`."""
 
   def __init__(self, rngs, linear=logra_jax.nnx.Linear):
     self.up_proj = linear(lp.WIDTH, 8, rngs=rngs)
@@ -113,7 +113,7 @@ def test_the_four_calls_train_a_split_module():
   assert losses == sorted(losses, reverse=True), losses
   assert jax.tree.structure((state, opt_state)) == structure
   assert grads["up_proj"]["kernel"][...].shape == (3, 8)
-  # The module takes the trained state and runs plainly.
+  # The trained state can be put back into the module for inference.
   nnx.update(module, state)
   logits = module(batch["x"])
   assert float(loss_of(logits, batch)) < losses[-1]

@@ -1,4 +1,4 @@
-"""Patterns match whole paths, and every path is unique."""
+"""Tests that patterns match whole paths, and that paths are unique."""
 
 import jax.numpy as jnp
 import optax

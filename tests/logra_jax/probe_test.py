@@ -1,4 +1,4 @@
-"""Predicted and realised KL: against float64, against each other, by mask."""
+"""Tests of predicted and realised KL: accuracy, masks, memory, errors."""
 
 import functools
 
@@ -26,7 +26,7 @@ def quadratic64(z, dz, temperature):
 
 
 def exact64(z, new_z, temperature=1.0):
-  """Σ q - p - p log(q/p) in long double, by series where it would cancel."""
+  """Σ q - p - p log(q/p) in long double, by a series where it would cancel."""
   z, new_z = (np.asarray(x, np.longdouble) / temperature for x in (z, new_z))
   p, q = softmax64(z), softmax64(new_z)
   norm = lambda x: np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1))
@@ -78,7 +78,7 @@ def test_exact_kl_takes_a_temperature(temperature):
 
 
 def test_a_tiny_kl_keeps_its_relative_accuracy():
-  """KL 1e-12 is far below the rounding of a float32 log-probability."""
+  """A KL of 1e-12 is far below the rounding of float32 log-probabilities."""
   rng = np.random.default_rng(3)
   z = np.float32(rng.normal(size=(16, 5000)) * 2)
   new_z = np.float32(z + np.float32(rng.normal(size=z.shape) * 2e-6))
@@ -86,7 +86,7 @@ def test_a_tiny_kl_keeps_its_relative_accuracy():
   assert 1e-13 < wanted.max() < 1e-11
   got = logra_jax.exact_kl(jnp.array(z), jnp.array(new_z))
   np.testing.assert_allclose(got, wanted, rtol=1e-3)
-  # The textbook formula in float32 has lost it.
+  # The textbook formula in float32 loses all digits.
   log_p, log_q = jax.nn.log_softmax(z), jax.nn.log_softmax(new_z)
   naive = jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
   assert np.max(np.abs(naive - wanted) / wanted) > 1
@@ -98,7 +98,7 @@ def test_excluded_tokens_and_far_policies_have_the_kl_they_have():
       logra_jax.exact_kl(jnp.array(z), jnp.array(new_z))
   )
   assert kl([0.0, 0.0, -inf], [0.0, 0.0, -inf]) == 0
-  # Mass on a token that the old policy all but excludes: KL = log(1 + e³).
+  # Mass on a token that the old policy nearly excludes: KL = log(1 + e³).
   np.testing.assert_allclose(
       kl([0.0, -300.0, -inf], [0.0, 3.0, -inf]), np.log1p(np.exp(3)), rtol=1e-6
   )
@@ -112,7 +112,7 @@ TX = optax.chain(
         rank=3,
         others=optax.adam(1.0),
         weight_decay=20.0,
-        factor_dtype=jnp.float32,  # a rounded factor has another direction
+        factor_dtype=jnp.float32,  # rounding would change the direction
     ),
     optax.scale_by_learning_rate(1e-3),
 )
@@ -120,7 +120,7 @@ TX = optax.chain(
 
 @functools.cache
 def fixed_proposal():
-  """`params, opt_state, batch, updates, new_state` of a first step."""
+  """Returns `params, opt_state, batch, updates, new_state` of a first step."""
 
   @jax.jit
   def propose():
@@ -139,7 +139,7 @@ merge = jax.jit(logra_jax.apply_updates)
 
 
 def policy_probe(hidden=sp.hidden_fn, head=sp.head_fn, batch=None, **kwargs):
-  """A probe of the transformer."""
+  """Returns a probe of the transformer policy."""
   params, opt_state, default, _, _ = fixed_proposal()
   return logra_jax.kl_probe(
       hidden, params, opt_state, batch or default, head_fn=head, **kwargs
@@ -148,7 +148,7 @@ def policy_probe(hidden=sp.hidden_fn, head=sp.head_fn, batch=None, **kwargs):
 
 @functools.cache
 def linear_proposal():
-  """The same of a linear policy, which compiles in no time."""
+  """Like `fixed_proposal`, for a linear policy, which compiles quickly."""
 
   @jax.jit
   def propose(params, batch):
@@ -177,7 +177,7 @@ def predict(batch=None, **kwargs):
 
 
 def test_predicted_kl_is_right_to_second_order():
-  """Sketched, densely trained and decayed together: a third-order error."""
+  """The error is of third order, with sketches, dense updates and decay."""
   params, _, _, updates, new_state = fixed_proposal()
   predicted, exact = [], []
   for scale in (8.0, 4.0, 2.0, 1.0):
@@ -190,7 +190,7 @@ def test_predicted_kl_is_right_to_second_order():
   np.testing.assert_allclose(predicted[-1], exact[-1], rtol=0.1)
   error = np.abs(predicted - exact)
   assert np.all(error[:-1] >= 6 * error[1:]), error
-  # A wrong prediction, off by 10 % of itself, has an error of second order.
+  # A prediction that is off by 10 % has an error of second order.
   wrong = np.abs(1.1 * predicted - exact)
   assert not np.all(wrong[:-1] >= 6 * wrong[1:]), wrong
 
@@ -216,12 +216,12 @@ def test_every_part_of_the_update_is_in_the_prediction():
 
 
 def test_only_generated_tokens_count():
-  """What the model says on prompt and padding, NaN included, is ignored."""
+  """Logits on prompt and padding are ignored, even if they are NaN."""
   mask = lp.make_batch()["completion_mask"]
 
   def spoiled(params, batch):
     logits = lp.logits_fn(params, batch)
-    # The product spoils the tangent as well.
+    # The product affects the tangent as well.
     return jnp.where(batch["kept"][..., None], logits, logits * batch["junk"])
 
   def predicted(junk, kept=mask):
@@ -230,7 +230,9 @@ def test_only_generated_tokens_count():
 
   values = [predicted(junk) for junk in (1.0, -3e38, jnp.inf, jnp.nan)]
   assert np.isfinite(values[0]) and len(set(values)) == 1, values
-  assert np.isnan(predicted(jnp.nan, kept=~mask))  # it is seen where it counts
+  assert np.isnan(
+      predicted(jnp.nan, kept=~mask)
+  )  # NaN is noticed inside the mask
 
 
 def test_padding_tokens_change_nothing():
@@ -242,7 +244,7 @@ def test_padding_tokens_change_nothing():
 
   assert not bool(batch["valid"].all())
   assert predicted(batch["valid"]) == predicted(jnp.ones_like(batch["valid"]))
-  # A prompt token is no padding: the completion attends to it.
+  # Prompt tokens do matter, because the completion attends to them.
   assert predicted(batch["completion_mask"]) != predicted(batch["valid"])
 
 
@@ -262,7 +264,7 @@ def test_the_mask_selects_the_tokens_averaged_over():
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 12, 1000])
 def test_any_chunk_size_gives_the_same(chunk_size):
-  """The target and the bias are in the head here."""
+  """In this policy the target and the bias are in the head."""
   got = predict(logits=lp.hidden_fn, head_fn=lp.head_fn, chunk_size=chunk_size)
   np.testing.assert_allclose(got, predict(), rtol=1e-5)
 
@@ -282,11 +284,11 @@ def test_no_logits_of_all_tokens_are_alive_at_once():
   )
   assert max(sp.buffers(text(chunked))) < tokens * vocab
   assert 4 * vocab in sp.buffers(text(chunked))
-  assert tokens * vocab in sp.buffers(text(whole))  # what it looks for
+  assert tokens * vocab in sp.buffers(text(whole))  # the control
 
 
 def test_no_dense_update_is_formed():
-  """The tangent of a target comes from the thin factor."""
+  """The tangent of a target is computed from the thin factor."""
   d_in, d_out, rank = 512, 384, 4
   layer = lambda x: {"q_proj": {"kernel": x}}
   batch = {
@@ -302,7 +304,7 @@ def test_no_dense_update_is_formed():
     update = layer(logra_jax.Update(factor, jnp.float32(1.0)))
     return logra_jax.kl_probe(logits, params, tx.init(params), batch)(update)
 
-  def dense(params, factor):  # the same through a tangent of full shape
+  def dense(params, factor):  # the same with a tangent of full shape
     basis = jnp.ones((rank, d_in))
     change = layer(jnp.einsum("ri,ro->io", basis, factor))
     f = lambda p: jnp.sin(logits(p, batch))
@@ -325,7 +327,7 @@ def test_a_temperature_divides_logits_and_tangents():
 
 
 def test_the_prediction_is_the_quadratic_form_of_the_directional_derivative():
-  """Against float64, for a dense chain, whose update is in hand."""
+  """Compares with float64 for dense updates, which are known explicitly."""
   params, _, batch, _ = linear_proposal()
   updates = lp.make_params(seed=9)
   probe = logra_jax.kl_probe(lp.logits_fn, params, optax.EmptyState(), batch)

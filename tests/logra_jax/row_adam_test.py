@@ -1,4 +1,4 @@
-"""RowAdam against float64 NumPy."""
+"""Tests of RowAdam against float64 NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ from tests.helpers import oracles
 def test_row_adam(norm_preserving, b2):
   rng = np.random.default_rng(0)
   normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
-  # Per unit of the stack: normal, constant, large and tiny next to each other.
+  # The four matrices of the stack: normal, constant, huge and tiny.
   scale = np.asarray([1.0, 1.0, 1e30, 1e-30], np.float32)[:, None, None]
   sketches = [scale * normal(4, 5, 6) for _ in range(5)]
   for s in sketches:
     s[1] = 3.0
-  sketches[1] = np.zeros_like(sketches[1])  # a batch without any signal
-  sketches[2][:, :, 2] = 0  # an output unit without one
+  sketches[1] = np.zeros_like(sketches[1])  # a batch without a gradient
+  sketches[2][:, :, 2] = 0  # an output unit without a gradient
   tx = logra_jax.scale_by_row_adam(b2, norm_preserving=norm_preserving)
   state = tx.init(jnp.zeros((4, 5, 6)))
   expected = oracles.row_adam(sketches, b2, 1e-8, norm_preserving)
@@ -35,7 +35,7 @@ def test_row_adam(norm_preserving, b2):
         np.testing.assert_allclose(
             oracles.global_norm(got[j]), oracles.global_norm(s[j]), rtol=1e-5
         )
-  # No step is the oracle's without its bias correction.
+  # The comparison would detect a missing bias correction.
   if not norm_preserving and b2:
     with pytest.raises(AssertionError):
       first = oracles.row_adam([sketches[0]] * 2, b2)[1]
@@ -47,7 +47,7 @@ def test_row_adam_epsilon():
   plain = logra_jax.scale_by_row_adam(eps=0.5)
   got, _ = plain.update(s, plain.init(s))
   oracles.assert_close(got, np.full((1, 3), 2 / 2.5), 1e-6)
-  # Relative to the mean RMS, so a gradient twice as large is no other case.
+  # Here ε is relative to the mean RMS: the scale of the gradient does not matter.
   relative = logra_jax.scale_by_row_adam(eps=0.5, norm_preserving=True)
   s = jnp.asarray([[1.0, 3.0]])
   for size in (1.0, 1e-20, 1e20):

@@ -1,4 +1,4 @@
-"""`sketch` and RowAdam against float64 NumPy, and the rules of their state."""
+"""Tests of `sketch` against float64 NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ apply = jax.jit(logra_jax.apply_updates)
 
 
 def run(tx, params, state, steps=4, lr=0.1):
-  """Applies `steps` gradients; yields (grads, old params, new, old state)."""
+  """Trains; yields (grads, old params, new params, old state) for each step."""
   update = jax.jit(tx.update)
   for i in range(steps):
     grads = sketched.gradients(params, state, seed=10 * i)
@@ -111,7 +111,7 @@ def test_global_clip(gradient_size, dtype):
 
 @pytest.mark.parametrize("c", [-4.0, 2.0**-20])
 def test_scaling_scales_the_whole_update(c):
-  """Powers of two: then 'by exactly c' is bit for bit, decay included."""
+  """The factors are powers of two, so that results are equal bit for bit."""
   kwargs = {"weight_decay": 0.3, "others": optax.sgd(1.0), "factor_dtype": F32}
   tx, params, state = sketched.make(**kwargs)
   scaled, _, scaled_state = sketched.make(
@@ -127,12 +127,12 @@ def test_scaling_scales_the_whole_update(c):
       updates,
       scaled_updates,
   )
-  # Merged into zero weights, what is left is the update itself.
+  # Merging into zero weights leaves just the update.
   zeros = jax.tree.map(jnp.zeros_like, params)
   one = apply(zeros, updates, scaled_state)
   c_one = apply(zeros, scaled_updates, scaled_state)
   jax.tree.map(lambda u, s: np.testing.assert_array_equal(c * u, s), one, c_one)
-  # The decay's coefficient is wd · lr: from the merge into large weights.
+  # Merging into huge weights leaves just the decay, with coefficient wd · lr.
   big = jax.tree.map(lambda p: jnp.full_like(p, 1e12), params)
   merged = apply(big, scaled_updates, scaled_state)
   factor = oracles.f64(merged["a"]["kernel"]) / 1e12
@@ -205,7 +205,7 @@ def test_others():
         grads["norm"]["scale"]
     )
     oracles.assert_close(new["norm"]["scale"], scale, 1e-6)
-    # Adam's first step is the sign, up to its epsilon.
+    # Adam's first step is the sign of the gradient, up to its epsilon.
     bias = oracles.f64(old["b"]["bias"]) - 1e-3 * np.sign(grads["b"]["bias"])
     oracles.assert_close(new["b"]["bias"], bias, 1e-5)
 
@@ -222,7 +222,7 @@ def test_others_that_need_the_parameters():
 
 
 def test_a_norm_after_sketch_is_of_the_thin_arrays():
-  """`scale`, a leaf too, must not count: clipping at the norm is no change."""
+  """Clipping at the norm changes nothing: the leaf `scale` does not count."""
   params = {"q_proj": {"kernel": jnp.ones((8, 6))}}
   grads = {"q_proj": {"kernel": jnp.full((4, 6), 1e-3)}}
   sketch = logra_jax.sketch(4, inner=optax.identity())

@@ -1,4 +1,4 @@
-"""The state of `sketch` has thin arrays of constant kind."""
+"""Tests that the state of `sketch` is thin and keeps its shapes and dtypes."""
 
 import jax
 import jax.numpy as jnp

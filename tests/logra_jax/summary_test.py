@@ -1,4 +1,4 @@
-"""The summary tells what is trained how, with the bytes it takes."""
+"""Tests of the table that `summary` formats."""
 
 import re
 
@@ -40,7 +40,7 @@ def test_summary():
       kib(q),
       f"{3 * 4 * 8 * 4} B",
   ]
-  # rank 64 is clipped to d_in = 16.
+  # The rank of 64 is clipped to d_in = 16.
   assert row(text, "layers/up_proj/kernel") == [
       "layers/up_proj/kernel",
       "[3, 16, 40]",
@@ -59,7 +59,7 @@ def test_summary():
   assert kib(embed) in total("densely")
   assert "512 B in 2 arrays" in total("frozen")
   size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-  # Adam's two moments of the embedding are most of it.
+  # Most of it is Adam's two moments of the embedding.
   assert size > 2 * embed and kib(size) in total("optimizer state")
 
 

@@ -1,4 +1,4 @@
-"""Targets: ranks, layouts, and kernels that cannot be sketched."""
+"""Tests of ranks, layouts, and kernels that cannot be sketched."""
 
 import jax.numpy as jnp
 import pytest
