@@ -196,7 +196,7 @@ def test_rounding_is_unbiased_where_nearest_loses_everything(what):
   after = jax.lax.fori_loop(0, steps, body, params)
   moved = oracles.f64(after[what] if what == "bias" else after["q_proj"][what])
   moved = moved.ravel() - 1.25
-  # An element moves by Binomial(400, 1/100) units: the mean is 4 and the variance
+  # An element moves by Binomial(400, 1/100) units: the mean is 4, the variance
   # 400 · 0.01 · 0.99. (All elements stay below 2, where the unit doubles.)
   z = (moved.mean() - steps * step) / (unit * np.sqrt(3.96 / n))
   assert abs(z) < 6

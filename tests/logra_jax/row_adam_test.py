@@ -47,7 +47,7 @@ def test_row_adam_epsilon():
   plain = logra_jax.scale_by_row_adam(eps=0.5)
   got, _ = plain.update(s, plain.init(s))
   oracles.assert_close(got, np.full((1, 3), 2 / 2.5), 1e-6)
-  # Here ε is relative to the mean RMS: the scale of the gradient does not matter.
+  # Relative to the mean RMS, so that the scale of the gradient does not matter.
   relative = logra_jax.scale_by_row_adam(eps=0.5, norm_preserving=True)
   s = jnp.asarray([[1.0, 3.0]])
   for size in (1.0, 1e-20, 1e20):
