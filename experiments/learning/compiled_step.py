@@ -1,11 +1,11 @@
-"""The update as a compiled program: for a mesh at hand, or one far away.
+"""The update as a compiled program, for a real or only a described mesh.
 
-Nothing here allocates an array, so a model may be larger than the machine.
+Except for `init_state`, nothing here allocates arrays, so that a model can be
+larger than the machine that plans for it.
 """
 
 from collections.abc import Sequence
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def init_state(
     optimizer: Settings of the optimizer.
     params: The model's parameters, the same in every process.
     tx: The optimizer itself.
-    mesh: A mesh of `sharding.make_mesh`.
+    mesh: The mesh, from `sharding.make_mesh`.
   """
   params = optimizers.init_params(optimizer, params)
   params = sharding.put(params, sharding.shardings(params, params, mesh))
@@ -55,15 +55,15 @@ def jit_update(
     state: train_step.TrainState,
     mesh: Mesh,
     eos_ids: Sequence[int] = (),
-) -> Any:
-  """The jitted train step; it donates its state, which stays where it lies.
+) -> jax.stages.Wrapped:
+  """Jits the train step, which donates its state and keeps its shardings.
 
   Args:
     model: The policy.
     tx: The optimizer of `settings`.
     settings: What the update reads of a config.
-    state: Arrays, or `jax.ShapeDtypeStruct`.
-    mesh: A mesh of `sharding.make_mesh`; call the step inside
+    state: Arrays or `jax.ShapeDtypeStruct`s.
+    mesh: The mesh, from `sharding.make_mesh`. Call the step inside
       `jax.set_mesh(mesh)`.
     eos_ids: Tokens that end a response.
   """
@@ -81,19 +81,20 @@ def programs(
     mesh: Mesh,
     settings: train_step.UpdateSettings,
     eos_ids: tuple[int, ...],
-) -> tuple[Any, Any]:
-  """The jitted `prepare` and update of a run, made once for equal arguments.
+) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
+  """Returns the jitted `prepare` and update of a run.
 
+  Equal arguments give the same two programs, so they are compiled only once.
   The update donates its state: new parameters replace the old ones in place.
 
   Args:
     model: The policy.
-    mesh: A mesh of `sharding.make_mesh`.
-    settings: What the update reads of a config, as `program_key` gives it.
+    mesh: The mesh, from `sharding.make_mesh`.
+    settings: The `program_key` of the update's settings.
     eos_ids: Tokens that end a response.
 
   Returns:
-    `prepare` of `train_step.make_prepare` and the step of `jit_update`.
+    `prepare` of `train_step.make_prepare`, and the step of `jit_update`.
   """
   tx = settings.make_optimizer()
   state = abstract_state(model, settings, mesh)
@@ -104,7 +105,7 @@ def programs(
 def abstract_state(
     model: Decoder, settings: train_step.UpdateSettings, mesh: Mesh
 ) -> train_step.TrainState:
-  """Shapes, dtypes and shardings of the state of a run."""
+  """Shapes, dtypes and shardings of the training state."""
   tx = settings.make_optimizer()
 
   def make():
@@ -126,20 +127,23 @@ def abstract_batch(
   return jax.tree.map(_placed, batch, batches.shardings(batch, mesh))
 
 
-def _placed(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+def _placed(
+    x: jax.ShapeDtypeStruct, where: jax.sharding.Sharding
+) -> jax.ShapeDtypeStruct:
+  """The same shape and dtype with this sharding."""
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
 def lower_update(
     architecture: DecoderConfig, config: ml_collections.ConfigDict, mesh: Mesh
 ) -> jax.stages.Lowered:
-  """The whole update, ready to compile for the mesh's devices.
+  """Lowers the whole update, ready to compile for the mesh's devices.
 
   Args:
-    architecture: Shapes of the model; dtypes and recomputation are the
-      config's.
+    architecture: The model's shapes; dtypes and rematerialisation come from
+      the config.
     config: A config like `configs/quickstart.py`.
-    mesh: A mesh of `sharding.make_mesh`, of real or described devices.
+    mesh: The mesh, from `sharding.make_mesh`, of real or described devices.
 
   Raises:
     ValueError: If the mesh cannot split the model or the batch.
@@ -151,26 +155,26 @@ def lower_update(
   state = abstract_state(model, settings, mesh)
   batch = abstract_batch(batches.BatchSettings.of_config(config), mesh)
   step = jit_update(model, settings.make_optimizer(), settings, state, mesh)
-  # The devices may only be described: nothing can run on them.
+  # Nothing can run on devices that are only described, hence the abstract mesh.
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     traced = step.trace(state, batch)
-  found = mesh.devices.reshape(-1)
-  return traced.lower(lowering_platforms=targets.lowering_platforms(found))
+  platforms = targets.lowering_platforms(mesh.devices.reshape(-1))
+  return traced.lower(lowering_platforms=platforms)
 
 
 def sizes(compiled: jax.stages.Compiled) -> dict[str, int]:
-  """Bytes on one device, as the compiler states them.
+  """Memory of a program on one device in bytes, as the compiler states it.
 
   Returns:
     `argument_bytes`, `output_bytes`, `aliased_bytes`, `temporary_bytes`, and
     `peak_bytes`: arguments + outputs - aliased + temporaries.
   """
   stated = compiled.memory_analysis()
-  found = {
+  parts = {
       "argument_bytes": stated.argument_size_in_bytes,
       "output_bytes": stated.output_size_in_bytes,
       "aliased_bytes": stated.alias_size_in_bytes,
       "temporary_bytes": stated.temp_size_in_bytes,
   }
-  peak = sum(found.values()) - 2 * found["aliased_bytes"]
-  return found | {"peak_bytes": peak}
+  peak = sum(parts.values()) - 2 * parts["aliased_bytes"]
+  return parts | {"peak_bytes": peak}

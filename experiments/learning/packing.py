@@ -15,6 +15,7 @@ in a row, D features.
 from collections.abc import Sequence
 import dataclasses
 import math
+from typing import Any, Protocol
 
 from flax import struct
 import jax
@@ -22,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.models.decoder import Decoder
 from experiments.rollouts.rollout import Rollout
 
 
@@ -354,7 +354,14 @@ def _fill(
       at, target, number = at + n, target + n, number + 1
 
 
-def features(model: Decoder, params: optax.Params, rows: Rows) -> jax.Array:
+class Model(Protocol):
+  """What the learner uses of a policy, usually a `Decoder`."""
+
+  def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of the model, such as `hidden_masked` or `head`."""
+
+
+def features(model: Model, params: optax.Params, rows: Rows) -> jax.Array:
   """Computes the features that predict the generated tokens.
 
   Args:
