@@ -1,8 +1,8 @@
 """The optimizers that a config can name, each with or without a KL budget.
 
 An optimizer is an ordinary optax chain: a direction, the learning rate, and
-`logra_jax.kl_budget` as the last link, or around the others. All of them train
-the same seven projections of every layer; everything else is frozen, or trained
+`logra_jax.kl_budget` as the last link or around the others. All of them train
+the same seven projections of every layer; everything else is frozen or trained
 by Adam.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import re
-from typing import Any
 
 import jax
 import optax
@@ -182,7 +181,7 @@ def _check_values(c: OptimizerSettings) -> None:
 
 
 def _check_combinations(c: OptimizerSettings) -> None:
-  """Raises ValueError for values that exclude each other."""
+  """Raises ValueError for values that cannot be combined."""
   if (c.learning_rate > 0) == (c.update_ratio > 0):
     raise ValueError(
         f"learning_rate={c.learning_rate} and update_ratio={c.update_ratio}:"
@@ -203,10 +202,10 @@ def _check_combinations(c: OptimizerSettings) -> None:
 
 
 def _logra(c: OptimizerSettings) -> optax.GradientTransformation:
-  """Sketches, with momentum (fixed basis only) before a preconditioner."""
+  """`logra_jax.sketch`: momentum (fixed basis only), then a preconditioner."""
   inner = PRECONDITIONERS[c.preconditioner](c)
-  # What `sketch` is given descends, at learning rate 1: it is negated again
-  # before the chain's learning rate.
+  # `sketch` expects `others` to descend, as at learning rate 1, and negates its
+  # updates, because the learning rate of the chain negates them again.
   others = optax.chain(_adam_of_others(c), optax.scale(-1.0))
   try:
     return logra_jax.sketch(
@@ -233,7 +232,7 @@ def _row_adam(
 
 
 def _momentum(c: OptimizerSettings) -> optax.GradientTransformation:
-  """A running sum of gradients; nothing is kept where momentum is 0."""
+  """A running sum of gradients; stateless if momentum is 0."""
   return optax.trace(c.momentum) if c.momentum else optax.identity()
 
 
@@ -259,7 +258,7 @@ def _lora(c: OptimizerSettings) -> optax.GradientTransformation:
 
 
 def _galore(c: OptimizerSettings) -> optax.GradientTransformation:
-  """`optax.contrib.galore` on the same kernels, each layer by itself."""
+  """`optax.contrib.galore` on the same kernels, layer by layer."""
   scale_by_galore = optax.contrib.scale_by_galore(
       rank=c.rank,
       update_proj_gap=c.galore_gap,
@@ -274,8 +273,8 @@ def _galore(c: OptimizerSettings) -> optax.GradientTransformation:
 
 
 def _muon(c: OptimizerSettings) -> optax.GradientTransformation:
-  """`optax.contrib.muon` on the same kernels, each layer by itself."""
-  # Axes that are neither input nor output stack matrices.
+  """`optax.contrib.muon` on the same kernels, layer by layer."""
+  # Muon takes axes that are neither input nor output as a stack of matrices.
   axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
   muon = optax.contrib.muon(
       1.0,
@@ -283,7 +282,7 @@ def _muon(c: OptimizerSettings) -> optax.GradientTransformation:
       eps=c.eps,
       weight_decay=c.weight_decay,
       muon_weight_dimension_numbers=lambda p: jax.tree.map(lambda _: axes, p),
-      # Steps of Adam's size, for one learning rate is there for all.
+      # Steps of Adam's size, so that one learning rate suits every optimizer.
       consistent_rms=0.2,
   )
   return _on_targets(c, optax.chain(muon, optax.scale(-1.0)))
@@ -300,7 +299,7 @@ def _adamw(c: OptimizerSettings) -> optax.GradientTransformation:
 def _adam_of_others(
     c: OptimizerSettings,
 ) -> optax.GradientTransformation:
-  """The direction of what is no target, the same for all optimizers."""
+  """The direction of parameters that are not targets, for all optimizers."""
   return optax.scale_by_adam(b1=0.9, b2=c.beta2, eps=c.eps)
 
 
@@ -309,16 +308,16 @@ def per_layer(
 ) -> optax.GradientTransformation:
   """Applies a transformation of matrices to stacks of them, one at a time.
 
-  A loop, so that a branch within `tx` stays one, and so that what it makes of
-  one matrix is gone before the next.
+  It is a loop instead of a `vmap`, so that a branch within `tx` remains a
+  branch, and so that its temporaries exist for one matrix at a time.
 
   Args:
-    tx: a transformation that needs no parameters to update. Scalars in its
-      state (counts) must be the same for all layers.
+    tx: A transformation whose update needs no parameters. Scalars in its state
+      (counts) must be the same for all layers.
 
   Returns:
-    A transformation of trees whose leaves are `[n_layers, ...]`; in its state
-    what `tx` keeps for a matrix is stacked in the same way.
+    A transformation of trees whose leaves are `[n_layers, ...]`. What `tx`
+    keeps for a matrix is stacked in the same way in its state.
   """
 
   def init(params):
@@ -341,8 +340,8 @@ def per_layer(
   return optax.GradientTransformation(init, update)
 
 
-def _share_scalars(state: Any) -> Any:
-  """One value for what is a scalar in every layer's state."""
+def _share_scalars(state: optax.OptState) -> optax.OptState:
+  """Keeps one value of what is a scalar in the state of every layer."""
   return jax.tree.map(lambda x: x if x.ndim > 1 else x[0], state)
 
 
@@ -351,10 +350,10 @@ def _on_targets(
     tx: optax.GradientTransformation,
     targets: str = logra_jax.DEFAULT_TARGETS,
 ) -> optax.GradientTransformation:
-  """Trains the targets by `tx` and the others by `config.optimizer.others`.
+  """Trains the targets by `tx` and the others as `others` of the settings says.
 
-  What is frozen has the update None, as it has under `logra_jax.sketch`: it
-  is neither merged nor part of the probe's perturbation.
+  The update of a frozen parameter is None, as under `logra_jax.sketch`: it is
+  neither merged nor part of the probe's perturbation.
   """
 
   def label(key_path, leaf):
@@ -362,19 +361,19 @@ def _on_targets(
     path = sharding.path_of(key_path)
     if re.fullmatch(targets, path):
       return "targets"
-    # The kernel that adapters stand beside.
+    # The frozen kernel to which adapters belong.
     within_target = re.fullmatch(f"{logra_jax.DEFAULT_TARGETS}/.*", path)
     return _FROZEN if within_target else c.others
 
   def labels(params):
-    found = jax.tree_util.tree_map_with_path(label, params)
-    if "targets" not in jax.tree.leaves(found):
+    by_leaf = jax.tree_util.tree_map_with_path(label, params)
+    if "targets" not in jax.tree.leaves(by_leaf):
       raise ValueError(
           f"config.optimizer.name={c.name!r} finds nothing to train: no path"
           f" matches {targets!r}; make the parameters with"
           " optimizers.init_params"
       )
-    return found
+    return by_leaf
 
   def without_frozen(updates, params):
     del params
@@ -394,7 +393,7 @@ def _on_targets(
   )
 
 
-# What is made of logra's sketches.
+# How `logra` turns sketches into a direction.
 PRECONDITIONERS: dict[str, Make] = {
     "row_adam": functools.partial(_row_adam, norm_preserving=False),
     "norm_preserving": functools.partial(_row_adam, norm_preserving=True),
