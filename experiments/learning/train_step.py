@@ -1,7 +1,7 @@
 """One update as a pure function: sketches, probe, step, merge.
 
 gradients = Σ over micro-batches          (sketches add up exactly)
-probe     = δlogits of the update to come (forward mode, a few responses)
+probe     = δlogits of the proposed step  (forward mode, a few responses)
 update    = optimizer(gradients, probe)   (scaled to the KL budget)
 params    = merge(params, update)
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -30,23 +31,22 @@ from experiments.rollouts import sampling
 from experiments.rollouts.sampling import Sampling
 import logra_jax
 
-PyTree = Any
 Metrics = dict[str, jax.Array]
 
 
 @struct.dataclass
 class TrainState:
-  """All that an update changes.
+  """Everything that an update changes.
 
   Attributes:
-    params: the model's parameters.
-    opt_state: state of the optimizer.
-    update: int32 scalar, updates done. The prompts and random keys of an
-      update are functions of the config's seeds and of this number.
+    params: The model's parameters.
+    opt_state: The state of the optimizer.
+    update: Number of updates done, int32 scalar. The prompts and random keys of
+      an update are functions of the config's seeds and of this number.
   """
 
-  params: PyTree
-  opt_state: PyTree
+  params: optax.Params
+  opt_state: optax.OptState
   update: jax.Array
 
 
@@ -55,13 +55,13 @@ class Batch:
   """What one update learns from: M micro-batches of G rows, and a probe.
 
   Attributes:
-    rows: packed tokens, `[M, G, ...]`.
-    tokens: what the loss needs of the generated ones, `[M, G, K]`.
-    probe: rows that the KL is measured on, `[b, ...]`.
-    count: int32 scalar, micro-batches that hold anything (those after it are
-      not computed); None stands for all of them.
-    mismatch: float32 scalar, the sampler's log-probability less the
-      trainer's, nats per token; 0 where it is not measured.
+    rows: Packed tokens, `[M, G, ...]`.
+    tokens: What the loss needs about the generated ones, `[M, G, K]`.
+    probe: Rows that the KL is measured on, `[b, ...]`.
+    count: Number of micro-batches that hold tokens, int32 scalar; those after
+      it are not computed. None means all of them.
+    mismatch: The sampler's log-prob less the trainer's, in nats per token,
+      float32 scalar; 0 if it is not measured.
   """
 
   rows: packing.Rows
@@ -73,7 +73,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSettings:
-  """All that an update reads of a config, and the key of its compiled program.
+  """Everything that an update reads of a config.
 
   Attributes:
     sampling: How the responses were sampled.
@@ -128,7 +128,10 @@ class UpdateSettings:
     )
 
   def program_key(self) -> "UpdateSettings":
-    """The settings less those that are arrays in the optimizer's state."""
+    """The settings that the compiled program depends on.
+
+    They leave out what is an array in the optimizer's state.
+    """
     return dataclasses.replace(self, optimizer=self.optimizer.without_state())
 
   def make_optimizer(self) -> optax.GradientTransformationExtraArgs:
@@ -136,14 +139,16 @@ class UpdateSettings:
     return optimizers.make_optimizer(self.optimizer, self.budget)
 
 
-def init_state(params: PyTree, tx: optax.GradientTransformation) -> TrainState:
-  """The state before the first update."""
+def init_state(
+    params: optax.Params, tx: optax.GradientTransformation
+) -> TrainState:
+  """Returns the state before the first update."""
   opt_state = logra_jax.init(tx, params)
   return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
 
 
 def make_train_step(
-    model: Any,
+    model: packing.Model,
     tx: optax.GradientTransformationExtraArgs,
     settings: UpdateSettings,
     eos_ids: Sequence[int] = (),
@@ -151,14 +156,14 @@ def make_train_step(
   """Builds the update; jit it, and donate the state.
 
   Args:
-    model: a `Decoder`.
+    model: The policy.
     tx: The optimizer of `settings`.
     settings: What the update reads of a config.
-    eos_ids: tokens that end a response; `rollout.min_new_tokens` needs them.
+    eos_ids: Tokens that end a response; required by `rollout.min_new_tokens`.
 
   Returns:
-    `train_step(state, batch) -> (state, metrics)`; metrics are float32
-    scalars, KL in nats per generated token.
+    `train_step(state, batch) -> (state, metrics)`. Metrics are float32 scalars;
+    those of KL are in nats per generated token.
   """
   tx = optax.with_extra_args_support(tx)
   policy = _Policy(model, settings, eos_ids)
@@ -203,22 +208,22 @@ def make_train_step(
 
 
 def make_prepare(
-    model: Any, settings: UpdateSettings, eos_ids: Sequence[int] = ()
+    model: packing.Model, settings: UpdateSettings, eos_ids: Sequence[int] = ()
 ) -> Callable[..., tuple[Batch, Metrics]]:
-  """Builds what comes before the first step on a rollout; jit it.
+  """Builds the preparation of a batch for its first step; jit it.
 
   Args:
-    model: a `Decoder`.
+    model: The policy.
     settings: What the update reads of a config.
-    eos_ids: tokens that end a response.
+    eos_ids: Tokens that end a response.
 
   Returns:
-    `prepare(params, reference, batch, finished) -> (batch, metrics)`. Given
-    the parameters that are about to be trained, those of the reference policy
-    (or None), and `[M, G, K]` bool, True at tokens of responses that ended by
-    themselves. The batch then has the trainer's own log-probs to measure
-    ratios from, weights corrected for the sampler's gap, the gap itself, and
-    the reference's log-probs.
+    `prepare(params, reference, batch, finished) -> (batch, metrics)`. It takes
+    the parameters about to be trained, those of the reference policy (or None),
+    and `finished`, `[M, G, K]` bool, True at tokens of responses that ended by
+    themselves. The returned batch holds the trainer's own log-probs to measure
+    ratios from, weights corrected for the gap between sampler and trainer, the
+    gap itself, and the log-probs of the reference policy.
   """
   policy = _Policy(model, settings, eos_ids)
 
@@ -233,7 +238,7 @@ def make_prepare(
   def prepare(params, reference, batch, finished):
     tokens = batch.tokens
     trainer = log_probs(params, batch)
-    # All rows of all micro-batches as one batch of rows.
+    # Treat the rows of all micro-batches as one batch.
     flat = lambda x: x.reshape(-1, x.shape[-1])
     seen = (tokens.old_log_probs, trainer, tokens.mask, tokens.response)
     seen = tuple(map(flat, seen))
@@ -266,26 +271,28 @@ class _Policy:
 
   def __init__(
       self,
-      model: Any,
+      model: packing.Model,
       settings: UpdateSettings,
       eos_ids: Sequence[int],
-  ):
+  ) -> None:
     self._model = model
     self._settings = settings
     self._eos_ids = tuple(eos_ids)
 
-  def features(self, params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
-    """What predicts generated tokens, `[G, K, D]`."""
+  def features(
+      self, params: optax.Params, batch: Mapping[str, Any]
+  ) -> jax.Array:
+    """The features that predict the generated tokens, `[G, K, D]`."""
     return packing.features(self._model, params, batch["rows"])
 
-  def head(self, params: PyTree, hidden: jax.Array) -> jax.Array:
+  def head(self, params: optax.Params, hidden: jax.Array) -> jax.Array:
     """Logits `[..., V]` of features."""
     return self._model.apply({"params": params}, hidden, method="head")
 
   def statistics(
-      self, params: PyTree, rows: packing.Rows
+      self, params: optax.Params, rows: packing.Rows
   ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies of generated tokens, `[G, K]` each."""
+    """Log-probs and entropies of the generated tokens, `[G, K]` each."""
     return likelihood.token_statistics(
         self.head,
         params,
@@ -299,7 +306,7 @@ class _Policy:
     )
 
   def loss(
-      self, params: PyTree, micro_batch: tuple[packing.Rows, Tokens]
+      self, params: optax.Params, micro_batch: tuple[packing.Rows, Tokens]
   ) -> tuple[jax.Array, Metrics]:
     """The loss of a micro-batch, and metrics of its tokens."""
     rows, tokens = micro_batch
@@ -310,8 +317,13 @@ class _Policy:
     return loss, metrics | {"entropy": mean_entropy}
 
 
-def _unless_broken(tx, state, grads, metrics):
-  """A step of an optimizer that would take one from any numbers."""
+def _unless_broken(
+    tx: optax.GradientTransformationExtraArgs,
+    state: TrainState,
+    grads: optax.Updates,
+    metrics: Metrics,
+) -> tuple[TrainState, Metrics]:
+  """Takes a step of an optimizer that does not skip non-finite ones itself."""
   leaves = [*jax.tree.leaves(grads), metrics["train/loss"]]
   finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]).all()
 
@@ -326,12 +338,21 @@ def _unless_broken(tx, state, grads, metrics):
   return TrainState(params, opt_state, state.update + 1), metrics
 
 
-def _merge(params, updates, opt_state, probe, measure):
-  """The new parameters, and the KL they turned out to cost if asked for."""
+def _merge(
+    params: optax.Params,
+    updates: optax.Updates,
+    opt_state: optax.OptState,
+    probe: Any,
+    measure: bool,
+) -> tuple[optax.Params, Metrics]:
+  """The new parameters and, if `measure`, the KL that they turned out to cost.
+
+  `probe` is a `logra_jax.kl_probe` or None.
+  """
   if probe is None or not measure:
     return logra_jax.apply_updates(params, updates, opt_state), {}
-  # The barrier keeps the merge, which is in place, behind the last use of the
-  # old weights; else there would be two copies of them.
+  # The barrier keeps the merge after the last use of the old weights, so that
+  # it can be in place; otherwise there would be two copies of them.
   reference, updates = jax.lax.optimization_barrier(
       (probe.reference(), updates)
   )
@@ -340,35 +361,37 @@ def _merge(params, updates, opt_state, probe, measure):
   return params, {"kl/realised": realised}
 
 
-def _kl_metrics(opt_state):
+def _kl_metrics(opt_state: optax.OptState) -> Metrics:
   """Predicted KL of the update in nats per generated token, and its scale."""
-  found = logra_jax.diagnostics(opt_state)
+  values = logra_jax.diagnostics(opt_state)
   return {
-      # KL is quadratic in the step: that of the step as it was scaled.
-      "kl/predicted": jnp.square(found["alpha"]) * found["predicted_kl"],
-      "kl/proposed": found["predicted_kl"],
-      "kl/budget": found["budget"],
-      "kl/step_scale": found["alpha"],
-      "kl/skipped": found["skipped"],
-      "kl/mismatch": found["mismatch"],
+      # KL is quadratic in the step, so this is that of the scaled step.
+      "kl/predicted": jnp.square(values["alpha"]) * values["predicted_kl"],
+      "kl/proposed": values["predicted_kl"],
+      "kl/budget": values["budget"],
+      "kl/step_scale": values["alpha"],
+      "kl/skipped": values["skipped"],
+      "kl/mismatch": values["mismatch"],
   }
 
 
-def _split(tree):
+def _split(tree: chex.ArrayTree) -> chex.ArrayTree:
   """Splits the rows over the devices."""
   return jax.tree.map(
       lambda x: sharding.constrain(x, "batch", *[None] * (x.ndim - 1)), tree
   )
 
 
-def _accumulate(policy, state, batch):
-  """Gradients and metrics of the batch, as a sum over micro-batches."""
+def _accumulate(
+    policy: _Policy, state: TrainState, batch: Batch
+) -> tuple[optax.Updates, Metrics]:
+  """Gradients and metrics of the batch, summed over its micro-batches."""
   grad_fn = logra_jax.value_and_grad(policy.loss, has_aux=True)
 
   def gradients(i):
     micro_batch = jax.tree.map(lambda x: x[i], (batch.rows, batch.tokens))
     value, grads = grad_fn(state.params, state.opt_state, _split(micro_batch))
-    # Summed over the devices' responses as sketches, and split at once.
+    # The sketches are summed over the devices, and the sum is split at once.
     return value, sharding.constrain_gradients(grads, state.params)
 
   def add(i, carry):
