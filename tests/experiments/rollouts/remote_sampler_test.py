@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import serve
-from experiments.models import decoder, tiny
+from experiments.models import decoder, load, tiny
 from experiments.rollouts import remote_sampler
 from experiments.rollouts import sampler as sampler_lib
+from experiments.rollouts import server as server_lib
 from experiments.rollouts.sampling import Sampling
 
 # What the server pads prompts of this length to: all compile the same program.
@@ -43,8 +43,13 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def server(loaded):
-  with running(serve.Server(serve.Engine(loaded, "tiny"))) as server:
+  with running(make_server(loaded)) as server:
     yield server
+
+
+def make_server(loaded):
+  engine = server_lib.Engine(loaded, "tiny", load.from_path)
+  return server_lib.Server(engine)
 
 
 def make_local(loaded):
@@ -117,7 +122,7 @@ def test_every_option_reaches_the_server(server, loaded, options):
 def test_new_weights_reach_the_server(loaded, tmp_path):
   other = tiny.make_tiny(5)
   key = jax.random.key(0)
-  with running(serve.Server(serve.Engine(loaded, "tiny"))) as server:
+  with running(make_server(loaded)) as server:
     sync = remote_sampler.sync_by_directory(
         server.url, tmp_path / "hf", loaded.config, loaded.tokenizer
     )
@@ -132,7 +137,7 @@ def test_new_weights_reach_the_server(loaded, tmp_path):
   np.testing.assert_array_equal(after.tokens, expected.tokens)
   assert (before.tokens != after.tokens).any()
   # Without a hook the server keeps its weights.
-  with running(serve.Server(serve.Engine(loaded, "tiny"))) as server:
+  with running(make_server(loaded)) as server:
     client = make_client(server.url, loaded.tokenizer)
     client.update_weights(other.params, 1)
     kept = client.sample(PROMPTS, key, SAMPLING)

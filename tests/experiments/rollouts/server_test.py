@@ -1,4 +1,4 @@
-"""The completion server, by its API alone."""
+"""Tests of the completion server through its HTTP API."""
 
 import json
 import threading
@@ -7,8 +7,8 @@ import urllib.request
 
 import pytest
 
-from experiments import serve
-from experiments.models import tiny
+from experiments.models import load, tiny
+from experiments.rollouts import server as server_lib
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,8 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def server(loaded):
-  with serve.Server(serve.Engine(loaded, "tiny")) as server:
+  engine = server_lib.Engine(loaded, "tiny", load.from_path)
+  with server_lib.Server(engine) as server:
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
@@ -27,7 +28,7 @@ def server(loaded):
 
 
 def call(server, path, body=None):
-  """Status and JSON of a request; a body that is no bytes goes as JSON."""
+  """Status, and JSON or error message; `body` is sent as JSON unless bytes."""
   if body is not None and not isinstance(body, bytes):
     body = json.dumps(body).encode()
   request = urllib.request.Request(server.url + path, body)
@@ -64,7 +65,7 @@ def test_a_completion_has_the_fields_of_the_api(server, loaded):
       "completion_tokens": len(ids),
       "total_tokens": 3 + len(ids),
   }
-  # Of the same seed the same; ids as a prompt, and as names.
+  # The same seed and token ids as a prompt give the same response.
   body |= {"prompt": [7, 3, 9], "return_tokens_as_token_ids": True}
   del body["return_token_ids"]
   (again,) = call(server, "/v1/completions", body)[1]["choices"]
@@ -109,7 +110,7 @@ def test_requests_that_cannot_be_served(server, changes, status, match):
   assert (found, match in message) == (status, True), message
 
 
-def test_requests_that_are_none(server):
+def test_malformed_requests(server):
   path = "/v1/completions"
   assert call(server, path, b"{")[0] == 400
   assert call(server, path, [1]) == (400, "the body must be a JSON object")
