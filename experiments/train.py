@@ -26,7 +26,7 @@ import jax
 from ml_collections import config_flags
 
 from experiments import _cli
-from experiments.parallel import sharding
+from experiments.parallel import processes
 from experiments.runs import loop, progress, record, run_plot
 
 
@@ -65,10 +65,10 @@ def main(names: flags.FlagValues) -> None:
   if names.distributed:
     jax.distributed.initialize()
   result = loop.train(names.config, names.workdir)
-  if sharding.is_first_process():
+  if processes.is_first_process():
     path = pathlib.Path(names.workdir).absolute()
     report(path, result, names.config.updates)
-  sharding.wait_for_all("reported")
+  processes.wait_for_all("reported")
   if result.stopped_by is not None:
     sys.exit(128 + result.stopped_by)
 

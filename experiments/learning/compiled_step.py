@@ -17,8 +17,7 @@ from experiments.learning import batches, optimizers, train_step
 from experiments.models import load
 from experiments.models.config import DecoderConfig
 from experiments.models.decoder import Decoder
-from experiments.parallel import sharding
-from experiments.planning import targets
+from experiments.parallel import platforms, sharding
 
 
 def init_state(
@@ -158,8 +157,8 @@ def lower_update(
   # Nothing can run on devices that are only described, hence the abstract mesh.
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     traced = step.trace(state, batch)
-  platforms = targets.lowering_platforms(mesh.devices.reshape(-1))
-  return traced.lower(lowering_platforms=platforms)
+  names = platforms.lowering_platforms(mesh.devices.reshape(-1))
+  return traced.lower(lowering_platforms=names)
 
 
 def sizes(compiled: jax.stages.Compiled) -> dict[str, int]:

@@ -270,21 +270,3 @@ def fetch(tree: Any) -> Any:
     return multihost_utils.process_allgather(x, tiled=True)
 
   return jax.tree.map(one, tree)
-
-
-def is_first_process() -> bool:
-  """Whether this process writes what is written once."""
-  return jax.process_index() == 0
-
-
-def wait_for_all(name: str) -> None:
-  """Waits until every process is here; `name` is of the place."""
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices(name)
-
-
-def any_process(value: bool) -> bool:
-  """Whether `value` is true in any process; all must ask."""
-  if jax.process_count() == 1:
-    return value
-  return bool(multihost_utils.process_allgather(np.asarray(value)).any())

@@ -30,7 +30,7 @@ from experiments.learning.train_step import UpdateSettings
 from experiments.models import architectures, kv_cache, load
 from experiments.models.config import DecoderConfig
 from experiments.models.decoder import Decoder
-from experiments.parallel import sharding
+from experiments.parallel import platforms, sharding
 from experiments.planning import plan, targets
 from experiments.rollouts import decode_steps, generate, sampling
 from experiments.runs import check_config
@@ -146,7 +146,7 @@ def _lower_decode(
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     traced = jax.jit(block).trace(state.params, *masks)
   found = mesh.devices.reshape(-1)
-  return traced.lower(lowering_platforms=targets.lowering_platforms(found))
+  return traced.lower(lowering_platforms=platforms.lowering_platforms(found))
 
 
 def measure(

@@ -14,7 +14,6 @@ All that has to be said to these libraries is said here:
   `compiler_options` when compiling.
 """
 
-from collections.abc import Sequence
 import dataclasses
 import importlib
 import importlib.resources
@@ -158,16 +157,6 @@ def parse(name: str) -> Target:
 def slices(family: str) -> list[Target]:
   """The usual slices of a family, from the smallest."""
   return [parse(f"{family}:{shape}") for shape in FAMILIES[family]]
-
-
-def lowering_platforms(devices: Sequence[Any]) -> tuple[str, ...]:
-  """What these devices need as `lower(lowering_platforms=...)`.
-
-  Args:
-    devices: of `Target.devices`, `jax.devices()` or a mesh.
-  """
-  platform = devices[0].platform
-  return ("cuda",) if platform == "gpu" else (platform,)
 
 
 def _examples(family: str) -> str:

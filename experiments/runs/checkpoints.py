@@ -26,7 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from experiments import _cli
-from experiments.parallel import sharding
+from experiments.parallel import processes, sharding
 from experiments.reporting.units import GIB
 
 _MANIFEST = "manifest.json"
@@ -101,9 +101,9 @@ class Checkpoints:
     if background and jax.process_count() == 1:
       self._writer = futures.ThreadPoolExecutor(max_workers=1)
     self._writing: futures.Future[None] | None = None
-    if sharding.is_first_process():
+    if processes.is_first_process():
       self._directory.mkdir(parents=True, exist_ok=True)
-    sharding.wait_for_all("made")
+    processes.wait_for_all("made")
     self._scores = {
         update: score
         for update in self.updates()
@@ -181,19 +181,19 @@ class Checkpoints:
     final = self._path(update)
     temporary = self._directory / f"{_TEMPORARY}{final.name}"
     try:
-      if sharding.is_first_process():
+      if processes.is_first_process():
         # Including what a kill left half-written.
         for old in self._directory.glob(f"{_TEMPORARY}*"):
           shutil.rmtree(old)
         temporary.mkdir()
-      sharding.wait_for_all("made")
+      processes.wait_for_all("made")
       with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(temporary / "state", state)
         checkpointer.wait_until_finished()
-      sharding.wait_for_all("written")
-      if sharding.is_first_process():
+      processes.wait_for_all("written")
+      if processes.is_first_process():
         self._publish(temporary, final)
-      sharding.wait_for_all("published")
+      processes.wait_for_all("published")
     # Errors of the system, Orbax and TensorStore share no base class.
     except Exception as error:
       self._scores.pop(update, None)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from experiments import _cli
-from experiments.parallel import sharding
+from experiments.parallel import processes, sharding
 
 Row = Mapping[str, Any]
 # A kind of trouble, whether it is present, and the warning.
@@ -104,7 +104,7 @@ class SkipGuard:
       return
     path = self._workdir / f"bad_batch-{update:06d}.npz"
     batch = sharding.fetch(batch)
-    if sharding.is_first_process():
+    if processes.is_first_process():
       leaves = jax.tree_util.tree_leaves_with_path(batch)
       np.savez(path, **{sharding.path_of(name): leaf for name, leaf in leaves})
     shown = ", ".join(f"{n}={row[n]}" for n in _FINITE if n in row)

@@ -18,7 +18,7 @@ from experiments.learning import batches, compiled_step, train_step
 from experiments.learning.batches import BatchSettings
 from experiments.learning.train_step import UpdateSettings
 from experiments.models import decoder, load, lora
-from experiments.parallel import sharding
+from experiments.parallel import processes, sharding
 from experiments.rollouts import engine
 from experiments.rollouts import generate as generate_lib
 from experiments.runs import (
@@ -75,11 +75,11 @@ def train(
   check_config.check_config(config)
   mesh = make_mesh(config)
   # The first process alone makes files; the others then find them.
-  if not sharding.is_first_process():
-    sharding.wait_for_all("claimed")
+  if not processes.is_first_process():
+    processes.wait_for_all("claimed")
   path = workdir_lib.claim(workdir, config)
-  if sharding.is_first_process():
-    sharding.wait_for_all("claimed")
+  if processes.is_first_process():
+    processes.wait_for_all("claimed")
   saved = checkpoints.Checkpoints(
       path / "checkpoints", keep=config.checkpoint.keep, background=True
   )
@@ -273,7 +273,7 @@ class Run:
     bar = progress.Progress(settings.updates, update)
     watch = _Watch(settings, self._path, bar, self._compiled)
     # A signal may reach one process only: all stop after the same update.
-    stopping = lambda: sharding.any_process(bool(stop))
+    stopping = lambda: processes.any_process(bool(stop))
     mesh = jax.set_mesh(self._mesh)
     with mesh, writer, bar, self._compiled, self.scorer, self._saved:
       if update == 0:
@@ -297,7 +297,7 @@ class Run:
             score = self.evaluate(writer, bar, update)
         best = self._saved.best()
         better = score is not None and (best is None or score > best[1])
-        due = sharding.any_process(timer.due(update, time.monotonic()))
+        due = processes.any_process(timer.due(update, time.monotonic()))
         # A state that may be damaged must not push out a sound one.
         if last or (watch.healthy and (due or better or stopping())):
           self._saved.save(update, self._checkpoint(), score)

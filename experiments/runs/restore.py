@@ -16,7 +16,7 @@ from experiments.models import hf, load, lora
 from experiments.models.config import DecoderConfig
 from experiments.models.decoder import Decoder
 from experiments.models.pretrained import Pretrained
-from experiments.parallel import sharding
+from experiments.parallel import processes, sharding
 from experiments.runs import checkpoints, progress
 from experiments.runs import workdir as workdir_lib
 
@@ -44,7 +44,7 @@ def describe_model(path: pathlib.Path, loaded: Pretrained) -> None:
     loaded: The model that the run begins with.
   """
   final = path / workdir_lib.MODEL
-  if not sharding.is_first_process() or final.exists():
+  if not processes.is_first_process() or final.exists():
     return
   temporary = path / f".{workdir_lib.MODEL}"
   shutil.rmtree(temporary, ignore_errors=True)  # Left by a killed start.

@@ -17,7 +17,7 @@ from experiments.learning import batches, compiled_step
 from experiments.learning.batches import BatchSettings
 from experiments.learning.train_step import UpdateSettings
 from experiments.models import decoder, load, tiny
-from experiments.parallel import sharding
+from experiments.parallel import processes, sharding
 from experiments.rollouts.rollout import Rollout
 from experiments.runs import loop
 
@@ -92,7 +92,7 @@ def step(folder):
         {"after": state.params, "state": state.opt_state, "metrics": metrics}
     )
   leaves = jax.tree_util.tree_leaves_with_path(found | {"before": before})
-  if sharding.is_first_process():
+  if processes.is_first_process():
     arrays = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     np.savez(folder / "step.npz", **arrays)
 

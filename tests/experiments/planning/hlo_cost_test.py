@@ -12,6 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 import pytest
 
+from experiments.parallel import platforms
 from experiments.planning import hlo_cost, targets
 
 M, K, N, LAYERS = 16, 32, 24, 7
@@ -420,7 +421,7 @@ def test_the_same_count_on_every_target(target, library):
       place((batch * mesh.size, tokens, d), "x"),
   )
   traced = jax.jit(jax.grad(loss)).trace(*arguments)
-  lowered = traced.lower(lowering_platforms=targets.lowering_platforms(found))
+  lowered = traced.lower(lowering_platforms=platforms.lowering_platforms(found))
   compiled = lowered.compile(compiler_options=target.compiler_options)
   cost = hlo_cost.cost(compiled.as_text())
   n = batch * tokens

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments.parallel import platforms
 from experiments.planning import targets
 
 needs_libtpu = pytest.mark.skipif(
@@ -62,7 +63,7 @@ def test_cpu_devices_are_those_of_the_process():
   assert targets.parse(f"cpu:{n}").devices() == jax.devices("cpu")
   with pytest.raises(ValueError, match=rf"has started with {n}: .*XLA_FLAGS="):
     targets.parse(f"cpu:{n + 1}").devices()
-  assert targets.lowering_platforms(jax.devices("cpu")) == ("cpu",)
+  assert platforms.lowering_platforms(jax.devices("cpu")) == ("cpu",)
 
 
 def test_a_missing_library_names_its_extra(monkeypatch):
@@ -83,7 +84,7 @@ def test_tpu_devices(name):
   target = targets.parse(name)
   found = target.devices()
   assert len(found) == math.prod(target.shape)
-  assert targets.lowering_platforms(found) == ("tpu",)
+  assert platforms.lowering_platforms(found) == ("tpu",)
 
 
 @needs_libtpu
@@ -137,4 +138,4 @@ def test_h100_devices(n, hosts):
   found = targets.parse(f"h100:{n}").devices()
   assert len(found) == n
   assert len({d.process_index for d in found}) == hosts
-  assert targets.lowering_platforms(found) == ("cuda",)
+  assert platforms.lowering_platforms(found) == ("cuda",)
