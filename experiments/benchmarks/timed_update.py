@@ -20,7 +20,7 @@ from experiments.configs import quickstart
 from experiments.learning import batches, compiled_step, optimizers, train_step
 from experiments.learning.batches import BatchSettings
 from experiments.learning.train_step import UpdateSettings
-from experiments.models import load
+from experiments.models import load, tiny
 from experiments.models.config import DecoderConfig
 from experiments.models.decoder import Decoder
 from experiments.parallel import sharding
@@ -31,16 +31,7 @@ BASELINE = "dense_adam"
 _WITHOUT_RANK = (BASELINE, "dense_sgd", "muon")
 
 # A decoder for tests: takes seconds, nearly all of them compilation.
-SMALL = DecoderConfig(
-    vocab_size=64,
-    d_model=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    d_ff=64,
-    tied_head=True,
-)
+SMALL = dataclasses.replace(tiny.CONFIG, vocab_size=64, max_length=2048)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A model of a few thousand random parameters, for tests and first steps."""
+"""A random model of a few thousand parameters, for tests and first steps."""
 
 from collections.abc import Sequence
 
@@ -6,47 +6,54 @@ import jax
 import jax.numpy as jnp
 
 from experiments import _optional
-from experiments.models import decoder, tokenizer
+from experiments.models.config import DecoderConfig
+from experiments.models.decoder import Decoder
 from experiments.models.pretrained import Pretrained
+from experiments.models.tokenizer import Tokenizer
+
+_WORDS = ("<pad>", "<eos>", "<unk>", "+", *"0123456789")
+_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+# The configuration of the tiny model. Other small ones are derived from it.
+CONFIG = DecoderConfig(
+    vocab_size=len(_WORDS),
+    d_model=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    d_ff=64,
+    tied_head=True,
+    max_length=64,
+)
 
 
 def make_tiny(seed: int) -> Pretrained:
-  """A random two-layer decoder that reads digits, `+` and unknown words.
+  """Makes a random two-layer decoder that reads digits, `+` and unknown words.
 
   With so few words, random completions are right often enough for rewards to
-  differ within a group, so that it learns from its first update on.
+  differ within a group, so the model learns from its first update on.
 
   Args:
-    seed: of the parameters.
+    seed: Random seed of the parameters.
 
   Returns:
     Configuration, parameters and tokenizer.
   """
-  words = ["<pad>", "<eos>", "<unk>", "+", *"0123456789"]
-  config = decoder.DecoderConfig(
-      vocab_size=len(words),
-      d_model=32,
-      n_layers=2,
-      n_heads=4,
-      n_kv_heads=2,
-      head_dim=8,
-      d_ff=64,
-      tied_head=True,
-      max_length=64,
-  )
-  init = jax.jit(decoder.Decoder(config).init)
-  tokens = jnp.zeros((1, 1), jnp.int32)
-  template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-  params = init(jax.random.key(seed), tokens)["params"]
-  return Pretrained(config, params, make_tokenizer(words, template))
+  init = jax.jit(Decoder(CONFIG).init)
+  params = init(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
+  return Pretrained(CONFIG, params, make_tokenizer(_WORDS, _TEMPLATE))
 
 
-def make_tokenizer(words: Sequence[str], template: str) -> tokenizer.Tokenizer:
-  """One token a word, one a digit.
+def make_tokenizer(words: Sequence[str], template: str) -> Tokenizer:
+  """Makes a tokenizer with one token per word and one per digit.
 
   Args:
-    words: the vocabulary; has `<pad>`, `<eos>` and `<unk>`.
-    template: of chats.
+    words: The vocabulary; must contain `<pad>`, `<eos>` and `<unk>`.
+    template: The chat template.
+
+  Returns:
+    The tokenizer. It joins decoded tokens without spaces.
   """
   lib = _optional.require("tokenizers", "train")
   backend = lib.Tokenizer(
@@ -61,7 +68,7 @@ def make_tokenizer(words: Sequence[str], template: str) -> tokenizer.Tokenizer:
           lib.pre_tokenizers.Punctuation(),
       ]
   )
-  backend.decoder = lib.decoders.Fuse()  # Digits are written together.
+  backend.decoder = lib.decoders.Fuse()  # Joins the digits of a number.
   backend.add_special_tokens(["<pad>", "<eos>"])
   settings = {
       "pad_token": "<pad>",
@@ -69,4 +76,4 @@ def make_tokenizer(words: Sequence[str], template: str) -> tokenizer.Tokenizer:
       "unk_token": "<unk>",
       "chat_template": template,
   }
-  return tokenizer.Tokenizer(backend, settings)
+  return Tokenizer(backend, settings)

@@ -1,5 +1,6 @@
 """The int8 cache beside the float cache, and what both take."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,19 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.models import decoder, kv_cache
-from experiments.models.config import DecoderConfig
+from experiments.models import decoder, kv_cache, tiny
 
-CONFIG = DecoderConfig(
-    vocab_size=23,
-    d_model=16,
-    n_layers=3,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    d_ff=32,
-    max_length=24,
-    dtype="bfloat16",
+CONFIG = dataclasses.replace(
+    tiny.CONFIG, n_layers=3, max_length=24, dtype="bfloat16"
 )
 
 
@@ -81,9 +73,7 @@ def test_attention_to_what_is_seen_is_attention(length):
   mask = rng.random((3, 1, length)) < 0.3
   mask[1, 0], mask[2, 0] = False, False
   mask[1, 0, length // 3] = mask[2, 0, -1] = True
-  config = DecoderConfig(
-      **vars(CONFIG) | {"dtype": "float32", "max_length": 600}
-  )
+  config = dataclasses.replace(CONFIG, dtype="float32", max_length=600)
   cache = kv_cache.init_cache(config, 3, length)
   cache = kv_cache.write(cache, 1, 0, k, v)
   run = jax.jit(
@@ -117,9 +107,9 @@ def test_attention_to_what_is_seen_is_attention(length):
 
 
 def test_attention_to_an_int8_cache_is_close():
-  config = DecoderConfig(**vars(CONFIG) | {"dtype": "float32"})
+  config = dataclasses.replace(CONFIG, dtype="float32")
   model = decoder.Decoder(config)
-  tokens = jax.random.randint(jax.random.key(0), (4, 12), 0, 23)
+  tokens = jax.random.randint(jax.random.key(0), (4, 12), 0, CONFIG.vocab_size)
   variables = jax.jit(model.init)(jax.random.key(1), tokens)
   variables["params"]["embed"]["embedding"] *= 15.0
   positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)

@@ -1,5 +1,7 @@
 """Tests of LoRA: against products written out, and in the compiled program."""
 
+import dataclasses
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -7,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.models import decoder, lora
-from experiments.models.config import DecoderConfig
+from experiments.models import decoder, lora, tiny
 from experiments.runs import checkpoints
 import logra_jax
 from tests.helpers import compiled
@@ -20,14 +21,13 @@ F32 = jnp.float32
 @pytest.fixture(scope="module")
 def loaded():
   """A tiny model; no activation has the shape of a kernel."""
-  config = DecoderConfig(
-      vocab_size=14,
+  config = dataclasses.replace(
+      tiny.CONFIG,
       d_model=22,
       n_layers=3,
-      n_heads=4,
-      n_kv_heads=2,
       head_dim=6,
       d_ff=40,
+      tied_head=False,
       qkv_bias=True,
       remat=True,
   )

@@ -1,5 +1,6 @@
 """Tests of sampling against full forward passes of the same model."""
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -11,8 +12,7 @@ import pytest
 
 from experiments.benchmarks import rollout_speed
 from experiments.configs import quickstart
-from experiments.models import decoder, kv_cache, load
-from experiments.models.config import DecoderConfig
+from experiments.models import decoder, kv_cache, load, tiny
 from experiments.rollouts import decode_steps, generate, stop_strings
 from experiments.rollouts.sampling import Sampling
 from tests.experiments.rollouts.sampling_test import chi_square
@@ -25,15 +25,12 @@ _REAL = pathlib.Path(quickstart.get_config().model)
 
 @functools.cache
 def _policy():
-  config = DecoderConfig(
+  config = dataclasses.replace(
+      tiny.CONFIG,
       vocab_size=_VOCAB,
       d_model=16,
-      n_layers=2,
-      n_heads=4,
-      n_kv_heads=2,
       head_dim=4,
       d_ff=32,
-      tied_head=True,
       max_length=24,
   )
   model = decoder.Decoder(config)
