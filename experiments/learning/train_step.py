@@ -27,7 +27,6 @@ from experiments.learning import (
 )
 from experiments.learning.objectives import Tokens
 from experiments.parallel import sharding
-from experiments.rollouts import sampling
 from experiments.rollouts.sampling import Sampling
 import logra_jax
 
@@ -117,7 +116,7 @@ class UpdateSettings:
         cls,
         loss,
         "config.loss.",
-        sampling=sampling.of_config(config.rollout),
+        sampling=Sampling.of_config(config.rollout),
         loss=_settings.read(losses.LossSettings, loss, "config.loss: "),
         optimizer=_settings.read(
             optimizers.OptimizerSettings, config.optimizer, "config.optimizer."

@@ -120,7 +120,8 @@ def _lower_decode(
       UpdateSettings.of_config(config),
       mesh,
   )
-  how = dataclasses.replace(sampling.of_config(c), temperature=1.0, stop=())
+  how = sampling.Sampling.of_config(c)
+  how = dataclasses.replace(how, temperature=1.0, stop=())
 
   def block(params, valid, alive):
     slots = decode_steps.empty(

@@ -1,13 +1,16 @@
-"""How a response is sampled, and the distribution that it is sampled from.
+"""Sampling options, and the distribution that tokens are drawn from.
 
-The sampler and the learner both call `warp`, so that the log-probs they compare
-are of one distribution: heated, truncated, and without an end where none was
-allowed. Axis letters: B responses, V vocabulary.
+The sampler and the learner both call `warp`, so the log-probs that they compare
+belong to the same distribution: with temperature and truncation applied, and
+end tokens forbidden where a response was too short to end.
+
+Axis letters: B responses, V vocabulary.
 """
 
 from collections.abc import Sequence
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ import ml_collections
 
 from experiments import _settings
 
-# Tokens of the vocabulary in one block of `draw`: about √V.
+# Number of tokens in each block of the vocabulary in `draw`: about √V.
 _BLOCK = 256
 
 
@@ -24,17 +27,18 @@ class Sampling:
   """How responses are sampled; hashable.
 
   Attributes:
-    max_new_tokens: limit of a response in tokens, C; at least 1.
-    min_new_tokens: tokens before which a response cannot end, neither by an
-      end-of-turn token nor by a stop string.
-    temperature: divides the logits; 0 is greedy decoding.
-    top_k: how many of the likeliest tokens may be drawn; 0 means all.
-    top_p: the likeliest tokens that hold this share of the probability may be
-      drawn; 1 means all. Taken after `top_k`.
-    stop: strings that end a response; the token that completes one is its last.
+    max_new_tokens: Longest response in tokens, C; at least 1.
+    min_new_tokens: Number of tokens before which a response cannot end, neither
+      by an end-of-turn token nor by a stop string.
+    temperature: Divides the logits; 0 means greedy decoding.
+    top_k: Draw from the k likeliest tokens only; 0 means all.
+    top_p: Draw from the smallest set of likeliest tokens that holds this share
+      of the probability; 1 means all. Applied after `top_k`.
+    stop: Strings that end a response. The token that completes one is the last
+      of the response.
 
   Raises:
-    ValueError: a value is out of range; names the value and the range.
+    ValueError: If a value is out of range; names the value and the range.
   """
 
   max_new_tokens: int
@@ -75,36 +79,36 @@ class Sampling:
         )
     object.__setattr__(self, "stop", tuple(self.stop))
 
+  @classmethod
+  def of_config(cls, rollout: ml_collections.ConfigDict) -> "Sampling":
+    """Reads the section `config.rollout`.
+
+    Raises:
+      ValueError: If a value is out of range; names the field.
+    """
+    return _settings.read(cls, rollout, "config.rollout.")
+
   @property
   def greedy(self) -> bool:
-    """Whether the likeliest token is taken."""
+    """Whether decoding always takes the likeliest token."""
     return self.temperature == 0
 
 
-def of_config(rollout: ml_collections.ConfigDict) -> Sampling:
-  """How a run samples, of `config.rollout`.
-
-  Raises:
-    ValueError: a value is out of range.
-  """
-  return _settings.read(Sampling, rollout, "config.rollout.")
-
-
 def slots(rollout: ml_collections.ConfigDict) -> int:
-  """Responses that a run decodes at once, at most, of `config.rollout`."""
+  """Most responses decoded at once, from the section `config.rollout`."""
   return rollout.slots or rollout.prompts * rollout.responses
 
 
-def _check_int(name, value, least):
-  """Refuses what is no int of at least `least`."""
+def _check_int(name: str, value: Any, least: int) -> None:
+  """Refuses a value that is not an int of at least `least`."""
   if not isinstance(value, int) or isinstance(value, bool) or value < least:
     raise ValueError(
         f"{name} must be an int of at least {least}, got {value!r}"
     )
 
 
-def _number(name, value):
-  """`value`, if it is a number."""
+def _number(name: str, value: Any) -> float:
+  """Returns `value`, or refuses it if it is not a number."""
   if isinstance(value, bool) or not isinstance(value, int | float):
     raise ValueError(f"{name} must be a number, got {value!r}")
   return value
@@ -119,34 +123,35 @@ def warp(
     keep: jax.Array | None = None,
     temperature: jax.Array | float | None = None,
 ) -> jax.Array:
-  """Logits of the distribution that a response's tokens are drawn from.
+  """Returns the logits of the distribution that tokens are drawn from.
 
-  An end before `min_new_tokens` is forbidden, then the logits are divided by
-  the temperature, then truncated (see `truncate`). With `temperature=0` they
-  are only forbidden: greedy decoding takes their argmax.
+  Forbids end tokens before `min_new_tokens`, then divides by the temperature,
+  then truncates (see `truncate`). With `temperature=0` it only forbids end
+  tokens: greedy decoding takes the argmax of the result.
 
   Args:
-    logits: `[..., V]` float32, of the model.
-    sampling: how responses are sampled.
-    eos_ids: tokens that end a response.
-    step: `[...]` int32, how many tokens of its response stand before each
-      token; needed where `min_new_tokens` is above 0.
-    keep: `[...]` int32, a token of each place that stays possible: the one
-      drawn there under other weights. None keeps none.
-    temperature: in place of `sampling.temperature`, where it is traced.
+    logits: The model's logits, `[..., V]`.
+    sampling: How responses are sampled.
+    eos_ids: Tokens that end a response.
+    step: `[...]` int32, how many tokens of the response precede each position;
+      required if `min_new_tokens` is above 0.
+    keep: `[...]` int32, a token at each position that truncation never removes,
+      such as the one that was drawn there under other weights. None keeps no
+      such token.
+    temperature: Overrides `sampling.temperature`, for a traced value.
 
   Returns:
     `[..., V]` float32, -inf at tokens that cannot be drawn.
 
   Raises:
-    ValueError: `min_new_tokens` needs `step`, and there is none.
+    ValueError: If `min_new_tokens` is above 0 and `step` is None.
   """
   logits = logits.astype(jnp.float32)
   if sampling.min_new_tokens and eos_ids:
     if step is None:
       raise ValueError(
-          f"min_new_tokens={sampling.min_new_tokens} needs step, each token's"
-          " place in its response"
+          f"min_new_tokens={sampling.min_new_tokens} needs step: pass each"
+          " token's position in its response"
       )
     is_end = (
         jnp.zeros(logits.shape[-1], bool).at[jnp.asarray(eos_ids)].set(True)
@@ -167,24 +172,25 @@ def truncate(
     top_p: float,
     keep: jax.Array | None = None,
 ) -> jax.Array:
-  """Keeps the likeliest tokens and makes the others impossible.
+  """Keeps the likeliest tokens and sets the logits of all others to -inf.
 
-  First the `top_k` likeliest; of these then the smallest set of the likeliest
-  whose share of what is left is at least `top_p`. Tokens as likely as the last
-  one kept are kept too, so that the result does not depend on an order of equal
-  logits. Both limits are levels of the logits that a bisection of their bits
-  finds, exactly but for the rounding of float32 sums; no sort.
+  Keeps the `top_k` likeliest tokens, then the smallest set of the likeliest of
+  these that holds a share of at least `top_p` of their probability. Tokens as
+  likely as the last one kept are kept too, so the result does not depend on the
+  order of equal logits. Both cutoffs are found by bisection over the bits of
+  the logits instead of a sort; they are exact up to the rounding of float32
+  sums.
 
-  No gradient flows through the choice of tokens, and none to tokens left out.
+  No gradient flows through the choice of tokens or to tokens removed.
 
   Args:
-    logits: `[..., V]` float32, divided by the temperature.
-    top_k: number of tokens; 0 keeps all.
-    top_p: share of the probability; 1 keeps all.
-    keep: `[...]` int32, a token that is kept in any case, or None.
+    logits: `[..., V]` float32, already divided by the temperature.
+    top_k: Number of tokens to keep; 0 keeps all.
+    top_p: Share of the probability to keep; 1 keeps all.
+    keep: `[...]` int32, a token that is always kept, or None.
 
   Returns:
-    `[..., V]` float32: the logits kept, and -inf.
+    `[..., V]` float32, -inf at tokens removed.
   """
   kept = jnp.ones(logits.shape, bool)
   fixed = jax.lax.stop_gradient(logits)
@@ -201,38 +207,40 @@ def truncate(
   return jnp.where(kept, logits, -jnp.inf)
 
 
-def _ordered(x):
-  """Unsigned integers in the order of float32 `x`."""
+def _ordered(x: jax.Array) -> jax.Array:
+  """Maps float32 `x` to uint32 with the same order."""
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
   sign = jnp.uint32(1 << 31)
   return jnp.where(bits & sign != 0, ~bits, bits | sign)
 
 
-def _level(levels, weights, target):
-  """The highest level at and above which the weights sum to `target`.
+def _level(levels: jax.Array, weights: jax.Array, target: float) -> jax.Array:
+  """The highest level such that weights at or above it sum to `target`.
 
-  levels uint32 and weights `[..., V]`; returns `[..., 1]`, 0 where all of the
-  weights do not reach the target.
+  levels uint32 and weights float32, both `[..., V]`; returns `[..., 1]` uint32,
+  0 where even the sum of all weights is below the target.
   """
 
-  def bit(i, found):
-    probe = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+  def bit(i, level):
+    probe = level | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
     mass = jnp.sum(
         jnp.where(levels >= probe, weights, 0.0), axis=-1, keepdims=True
     )
-    return jnp.where(mass >= target, probe, found)
+    return jnp.where(mass >= target, probe, level)
 
   start = jnp.zeros((*levels.shape[:-1], 1), jnp.uint32)
   return jax.lax.fori_loop(0, 32, bit, start)
 
 
 def row_keys(key: jax.Array, rows: jax.Array, steps: jax.Array) -> jax.Array:
-  """A key for every response and step, whatever is sampled beside it.
+  """Returns a key for each response and step.
+
+  A key does not depend on what else is sampled at the same time.
 
   Args:
-    key: a `jax.random` key, of the rollout.
-    rows: `[B]` int32, the responses' numbers.
-    steps: `[B]` int32, how many tokens each has.
+    key: The `jax.random` key of the rollout.
+    rows: `[B]` int32, index of each response.
+    steps: `[B]` int32, number of tokens each response has.
 
   Returns:
     `[B]` keys.
@@ -242,9 +250,10 @@ def row_keys(key: jax.Array, rows: jax.Array, steps: jax.Array) -> jax.Array:
 
 
 def likeliest(logits: jax.Array) -> jax.Array:
-  """The first token of each row `[B, V]` with the largest logit, `[B]` int32.
+  """Returns the first argmax of each row of `[B, V]`, as `[B]` int32.
 
-  By blocks, as `draw`: XLA's argmax goes through a row one by one on a CPU.
+  It works in blocks, as `draw` does: XLA's argmax on a CPU scans a row one
+  element at a time.
   """
   blocks = _blocks(logits)
   block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
@@ -252,8 +261,8 @@ def likeliest(logits: jax.Array) -> jax.Array:
   return (block * _BLOCK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
-def _blocks(logits):
-  """`[B, V]` to `[B, V / _BLOCK, _BLOCK]`, filled up with -inf."""
+def _blocks(logits: jax.Array) -> jax.Array:
+  """Reshapes `[B, V]` to `[B, ⌈V / _BLOCK⌉, _BLOCK]`, padded with -inf."""
   pad = -logits.shape[1] % _BLOCK
   logits = jnp.pad(
       logits.astype(jnp.float32), ((0, 0), (0, pad)), constant_values=-jnp.inf
@@ -262,17 +271,17 @@ def _blocks(logits):
 
 
 def draw(logits: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Draws a token of each row from softmax(logits).
+  """Draws a token from softmax(logits) in each row.
 
-  In two steps, first a block of the vocabulary and then a token of it: noise
-  and argmax over the whole vocabulary would take longer than the head.
+  First draws a block of the vocabulary, then a token of the block: noise and
+  argmax over the whole vocabulary would take longer than computing the logits.
 
   Args:
-    logits: `[B, V]` float32; -inf is never drawn.
+    logits: `[B, V]` float32; a token with -inf is never drawn.
     keys: `[B]` keys, one per row.
 
   Returns:
-    Tokens `[B]` int32, and their log-probs `[B]` float32.
+    Tokens `[B]` int32 and their log-probs `[B]` float32.
   """
   blocks = _blocks(logits)
   masses = jax.nn.logsumexp(blocks, axis=-1)

@@ -16,7 +16,6 @@ from experiments.parallel import sharding
 from experiments.rewards import overlong
 from experiments.rollouts import chat
 from experiments.rollouts import sampler as sampler_lib
-from experiments.rollouts import sampling as sampling_lib
 from experiments.rollouts.rollout import Rollout
 from experiments.rollouts.sampling import Sampling
 from experiments.tasks import curriculum
@@ -99,7 +98,7 @@ class CollectSettings:
         "config.rollout.",
         seed=config.seed,
         loss=config.loss.name,
-        sampling=sampling_lib.of_config(config.rollout),
+        sampling=Sampling.of_config(config.rollout),
     )
     losses.find(settings.loss)
     try:

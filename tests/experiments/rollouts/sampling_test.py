@@ -1,4 +1,4 @@
-"""Truncation against a float64 sort, draws against the softmax."""
+"""Tests of truncation against a float64 sort, and of draws against softmax."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ _truncate = jax.jit(sampling.truncate, static_argnums=(1, 2))
 
 
 def kept_by_sort(logits, top_k, top_p):
-  """Which of one row's tokens a float64 sort keeps; ties are kept together."""
+  """Mask of the tokens of one row that a float64 sort keeps, with ties."""
   kept = np.ones(len(logits), bool)
   if top_k:
     kept &= logits >= np.sort(logits)[::-1][:top_k][-1]
@@ -43,40 +43,40 @@ CASES = [(0, 0.9), (0, 1e-6), (7, 1.0), (40, 0.5), (1000, 1.0)]
 def test_truncation_is_that_of_a_sort(top_k, top_p):
   logits = np.random.default_rng(0).normal(0, 3, (6, 600)).astype(np.float32)
   logits[1] = -logits[1]
-  logits[2] *= 5.0  # One token has nearly all of it.
+  logits[2] *= 5.0  # One token has nearly all of the probability.
   logits[3, ::2] = -np.inf
-  found = truncate(logits, top_k, top_p)
-  for row, logit in zip(found, logits, strict=True):
+  truncated = truncate(logits, top_k, top_p)
+  for row, logit in zip(truncated, logits, strict=True):
     kept = kept_by_sort(logit, top_k, top_p)
     kept &= np.isfinite(logit)
     np.testing.assert_array_equal(np.isfinite(row), kept)
     np.testing.assert_array_equal(row[kept], logit[kept])
-  assert top_k == 1000 or np.isinf(found).sum() > 2 * 300
+  assert top_k == 1000 or np.isinf(truncated).sum() > 2 * 300
 
 
 def test_top_p_keeps_no_more_than_it_needs():
   logits = np.log(np.asarray([[0.5, 0.2, 0.15, 0.1, 0.05]], np.float32))
   for top_p, n in [(0.4, 1), (0.6, 2), (0.97, 5)]:
     assert np.isfinite(truncate(logits, 0, top_p)).sum() == n
-  # Of the two likeliest the first has 0.5 / 0.7 of the probability.
+  # The likelier of the top two holds 0.5 / 0.7 = 0.714 of their probability.
   assert np.isfinite(truncate(logits, 2, 0.71)).sum() == 1
   assert np.isfinite(truncate(logits, 2, 0.72)).sum() == 2
 
 
 def test_equally_likely_tokens_stay_together():
   logits = jnp.asarray([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
-  for found in (
+  for truncated in (
       truncate(logits, 2, 1.0),
       truncate(logits, 0, 0.5),
   ):
-    kept = np.isfinite(found)[0]
+    kept = np.isfinite(truncated)[0]
     assert kept.tolist() == [False, True, True, True, True, False]
 
 
 def test_a_token_may_be_kept_in_any_case():
   logits = jnp.asarray([[0.0, 5.0, 1.0], [4.0, 5.0, 1.0]])
-  found = truncate(logits, 1, 1.0, keep=jnp.asarray([2, 1]))
-  assert np.isfinite(found).tolist() == [
+  truncated = truncate(logits, 1, 1.0, keep=jnp.asarray([2, 1]))
+  assert np.isfinite(truncated).tolist() == [
       [False, True, True],
       [False, True, False],
   ]
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_the_tokens_kept():
 
 def test_warp_forbids_heats_and_truncates():
   logits = jnp.asarray([[9.0, 2.0, 1.0, 0.0]] * 2)
-  found = sampling.warp(
+  warped = sampling.warp(
       logits,
       Sampling(8, min_new_tokens=3, temperature=0.5, top_k=2),
       eos_ids=(0,),
@@ -108,7 +108,7 @@ def test_warp_forbids_heats_and_truncates():
   )
   inf = np.inf
   expected = [[-inf, 4.0, 2.0, -inf], [18.0, 4.0, -inf, -inf]]
-  np.testing.assert_allclose(found, expected)
+  np.testing.assert_allclose(warped, expected)
   greedy = sampling.warp(logits, Sampling(8, temperature=0.0))
   np.testing.assert_array_equal(greedy, logits)
   with pytest.raises(ValueError, match="min_new_tokens=3 needs step"):
@@ -116,7 +116,7 @@ def test_warp_forbids_heats_and_truncates():
 
 
 def chi_square(counts, probs):
-  """Pearson's statistic in standard deviations above its mean."""
+  """Pearson's χ² statistic, in standard deviations above its mean."""
   expected = probs * counts.sum()
   used = expected > 5
   terms = np.square(counts - expected)[used] / expected[used]
@@ -132,7 +132,7 @@ def keys(seed, n):
 @pytest.mark.parametrize("vocab", [1, 256, 600])
 def test_sampling_in_blocks(vocab):
   logits = 2.0 * jax.random.normal(jax.random.key(0), (vocab,))
-  # A token that cannot be drawn, as a truncated distribution has.
+  # Add a token that cannot be drawn, as in a truncated distribution.
   logits = logits.at[vocab // 2].set(-jnp.inf) if vocab > 1 else logits
   rows = jnp.broadcast_to(logits, (20_000, vocab))
   tokens, log_probs = jax.jit(sampling.draw)(rows, keys(1, 20_000))
@@ -150,9 +150,9 @@ def test_keys_differ_by_row_and_step_and_not_by_place():
     args = jnp.asarray(rows), jnp.asarray(steps)
     return jax.random.key_data(sampling.row_keys(jax.random.key(0), *args))
 
-  found = of([0, 0, 1, 1], [0, 1, 0, 1])
-  assert len({tuple(x) for x in found.tolist()}) == 4
-  np.testing.assert_array_equal(of([1, 7], [1, 0])[0], found[3])
+  key_data = of([0, 0, 1, 1], [0, 1, 0, 1])
+  assert len({tuple(x) for x in key_data.tolist()}) == 4
+  np.testing.assert_array_equal(of([1, 7], [1, 0])[0], key_data[3])
 
 
 @pytest.mark.parametrize(
