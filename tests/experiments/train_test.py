@@ -1,6 +1,5 @@
 """Tests of the training program with a real, random, tiny model."""
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -8,38 +7,23 @@ import sys
 import threading
 import time
 
-import jax
 import numpy as np
 import optax
 import pytest
 
-from experiments import export, serve
-from experiments.configs import tiny
-from experiments.learning import batches, losses, train_step
-from experiments.learning.batches import BatchSettings
-from experiments.learning.train_step import UpdateSettings
+from experiments import export
+from experiments.learning import losses
 from experiments.models import load
-from experiments.runs import checkpoints, collect, loop, metric_names, record
-from experiments.runs.collect import CollectSettings
+from experiments.rollouts import server as server_lib
+from experiments.runs import checkpoints, loop, metric_names, record
 from experiments.tasks import curriculum
+from tests.helpers import trees
+from tests.helpers.configs import tiny_config
 from tests.helpers.paths import ROOT
 
 
-def _config(**changes):
-  config = tiny.get_config().unlock()
-  config.update_from_flattened_dict(changes)
-  return config.lock()
-
-
-def _leaves(tree):
-  return {
-      jax.tree_util.keystr(path): np.asarray(leaf)
-      for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }
-
-
 def _assert_bit_equal(found, expected):
-  found, expected = _leaves(found), _leaves(expected)
+  found, expected = trees.leaves(found), trees.leaves(expected)
   assert found.keys() == expected.keys()
   for name, value in expected.items():
     assert found[name].tobytes() == value.tobytes(), name
@@ -49,14 +33,14 @@ def _assert_bit_equal(found, expected):
 def finished(tmp_path_factory):
   """A run of four updates: its directory and its result."""
   workdir = tmp_path_factory.mktemp("run")
-  return workdir, loop.train(_config(updates=4), workdir)
+  return workdir, loop.train(tiny_config(updates=4), workdir)
 
 
 def test_a_run_trains_the_targets_and_only_them(finished):
   _, result = finished
   assert result.update == 4 and result.stopped_by is None
-  before = _leaves(load.for_run(_config()).params)
-  after = _leaves(result.state.params)
+  before = trees.leaves(load.for_run(tiny_config()).params)
+  after = trees.leaves(result.state.params)
   changed = {name for name in before if (before[name] != after[name]).any()}
   assert changed == {name for name in before if "_proj" in name}
 
@@ -90,7 +74,7 @@ def test_predicted_and_realised_kl_agree_within_the_budget(finished):
 def test_a_finished_run_is_not_run_again(finished):
   workdir, result = finished
   before = (workdir / "metrics.jsonl").read_text()
-  again = loop.train(_config(updates=4), workdir)
+  again = loop.train(tiny_config(updates=4), workdir)
   assert again.state is None
   assert (again.update, again.accuracy) == (4, result.accuracy)
   assert (workdir / "metrics.jsonl").read_text() == before
@@ -105,7 +89,7 @@ def test_the_exported_directory_holds_the_trained_parameters(
   _assert_bit_equal(loaded.params, result.state.params)
   text = "What is 3 + 5?"
   assert loaded.tokenizer.encode(text) == load.for_run(
-      _config()
+      tiny_config()
   ).tokenizer.encode(text)
 
 
@@ -114,134 +98,9 @@ def test_nothing_to_export_is_an_error(tmp_path):
     export.export(tmp_path, tmp_path / "hf")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-  """The parts of a run that has not begun."""
-  path = tmp_path_factory.mktemp("parts")
-  config = _config()
-  saved = checkpoints.Checkpoints(path / "c")
-  return loop.Run(config, path, saved, loop.make_mesh(config))
-
-
-def test_micro_batches_and_packing_do_not_change_the_update(run):
-  collected = run.collector.collect(0, None)
-  assert np.any(collected.advantages != 0)  # There is something to learn.
-  found, counts = [], []
-  for changes in ({}, {"loss.micro_rows": 128, "loss.row_tokens": (18,)}):
-    config = _config(**changes)
-    batch, packed = batches.make_batch(
-        BatchSettings.of_config(config), collected.rollout, collected.advantages
-    )
-    counts.append(packed.count)
-    tx = UpdateSettings.of_config(config).make_optimizer()
-    step = jax.jit(
-        train_step.make_train_step(
-            run.model, tx, UpdateSettings.of_config(config)
-        )
-    )
-    state = train_step.init_state(run.state.params, tx)
-    found.append(step(state, batch))
-  assert counts[0] > counts[1] == 1
-  (one, one_metrics), (other, other_metrics) = found
-  for name, value in one_metrics.items():
-    np.testing.assert_allclose(
-        value, other_metrics[name], rtol=1e-3, atol=1e-6, err_msg=name
-    )
-  start = _leaves(run.state.params)
-  for name, value in _leaves(one.params).items():
-    step, other_step = value - start[name], _leaves(other.params)[name]
-    other_step = other_step - start[name]
-    # Factors are rounded to bfloat16, with 8 bits.
-    np.testing.assert_allclose(
-        step, other_step, atol=0.02 * np.abs(step).max() + 1e-12, err_msg=name
-    )
-
-
-def test_a_probe_without_generated_tokens_is_an_error(run):
-  rollout = run.collector.collect(0, None).rollout
-  empty = dataclasses.replace(
-      rollout, completion_mask=np.zeros_like(rollout.completion_mask)
-  )
-  with pytest.raises(ValueError, match=r"no generated token.*probe_responses"):
-    batches.make_batch(
-        BatchSettings.of_config(run.config), empty, np.zeros(128)
-    )
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"rollout.top_k": 3, "rollout.temperature": 0.7},
-        {"rollout.top_p": 0.6, "rollout.min_new_tokens": 2},
-    ],
-)
-def test_sampler_and_trainer_have_one_distribution(run, how):
-  """Before any update the trainer's log-probs are those of the sampler."""
-  config = _config(**how, **{"loss.correction": "token", "kl.mismatch": True})
-  collector = collect.Collector(
-      CollectSettings.of_config(config),
-      run.sampler,
-      run.tokenizer,
-      run.task,
-      run.scorer,
-  )
-  rollout, advantages, *_ = collector.collect(0, None)
-  batch, packed = batches.make_batch(
-      BatchSettings.of_config(config), rollout, advantages
-  )
-  prepare = train_step.make_prepare(
-      run.model, UpdateSettings.of_config(config), run.tokenizer.eos_ids
-  )
-  finished = packed.gather(rollout.finished)
-  found, metrics = jax.jit(prepare)(run.state.params, None, batch, finished)
-  mask = batch.tokens.mask
-  sampled = batch.tokens.old_log_probs[mask]
-  np.testing.assert_allclose(
-      np.asarray(found.tokens.old_log_probs)[mask], sampled, atol=2e-5
-  )
-  assert sampled.min() < -0.1  # They say something.
-  np.testing.assert_allclose(
-      found.tokens.weights, batch.tokens.weights, rtol=1e-4
-  )
-  assert abs(found.mismatch) < 1e-5 and metrics["train/off_policy_kl"] < 1e-5
-  if how:  # Without the truncation they would not be.
-    prepare = train_step.make_prepare(
-        run.model, UpdateSettings.of_config(_config(**{"loss.epochs": 2}))
-    )
-    wrong, _ = jax.jit(prepare)(run.state.params, None, batch, finished)
-    off = np.asarray(wrong.tokens.old_log_probs)[mask] - sampled
-    assert np.abs(off).max() > 0.1
-
-
-def test_a_gap_of_the_sampler_is_corrected_and_off_the_budget(run):
-  config = _config(**{"loss.correction": "token", "loss.correction_cap": 1.5})
-  config = config.unlock()
-  config.kl.mismatch = True
-  rollout, advantages, *_ = run.collector.collect(0, None)
-  true = rollout.log_probs
-  gap = np.where(np.arange(true.shape[1]) % 2, 0.1, -1.0).astype(np.float32)
-  off = dataclasses.replace(rollout, log_probs=true + gap)
-  batch, packed = batches.make_batch(
-      BatchSettings.of_config(config), off, advantages
-  )
-  finished = np.ones_like(batch.tokens.mask)
-  prepare = jax.jit(
-      train_step.make_prepare(run.model, UpdateSettings.of_config(config))
-  )
-  found, metrics = prepare(run.state.params, None, batch, finished)
-  mask = batch.tokens.mask
-  gaps = packed.gather(np.broadcast_to(gap, true.shape).copy())[mask]
-  ratio = np.minimum(np.exp(-gaps), 1.5)
-  share = np.asarray(found.tokens.weights)[mask] / batch.tokens.weights[mask]
-  np.testing.assert_allclose(share, ratio, rtol=1e-4)
-  np.testing.assert_allclose(found.mismatch, gaps.mean(), atol=1e-4)
-  assert metrics["train/truncated_weights"] == pytest.approx((gaps < 0).mean())
-
-
 def test_several_steps_on_a_rollout(tmp_path):
   """Ratios are measured from the policy that sampled, in every step."""
-  config = _config(
+  config = tiny_config(
       **{
           "updates": 2,
           "loss.minibatches": 2,
@@ -278,21 +137,13 @@ def test_a_prompt_that_does_not_fit_is_an_error(tmp_path):
   with pytest.raises(
       ValueError, match="12 tokens, more than max_prompt_tokens=4"
   ):
-    loop.train(_config(**{"rollout.max_prompt_tokens": 4}), tmp_path)
-
-
-def test_probe_rows_are_of_different_prompts():
-  config = _config(**{"kl.probe_responses": 10})
-  rows = batches.probe_rows(
-      BatchSettings.of_config(config)
-  )  # 8 prompts of 16 responses.
-  assert list(rows) == [0, 16, 32, 48, 64, 80, 96, 112, 1, 17]
+    loop.train(tiny_config(**{"rollout.max_prompt_tokens": 4}), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(losses.LOSSES))
 def test_every_loss_trains(name, tmp_path):
-  config = _config(
+  config = tiny_config(
       **{
           "updates": 3,
           "loss.name": name,
@@ -316,11 +167,11 @@ def test_every_loss_trains(name, tmp_path):
 @pytest.mark.slow
 def test_a_run_that_samples_from_a_server_is_the_run_that_does_not(tmp_path):
   """The server loads each update's weights; log-probs come back with tokens."""
-  config = _config(**{"updates": 2, "loss.correction": "token"})
-  engine = serve.Engine(load.for_run(config), "policy")
-  with serve.Server(engine) as server:
+  config = tiny_config(**{"updates": 2, "loss.correction": "token"})
+  engine = server_lib.Engine(load.for_run(config), "policy", load.from_path)
+  with server_lib.Server(engine) as server:
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    own = _config(
+    own = tiny_config(
         **{
             "updates": 2,
             "loss.correction": "token",

@@ -1,25 +1,19 @@
-"""Tests of what the learner reads of a rollout."""
+"""Tests of the batches that a step learns from."""
 
 import jax
 import numpy as np
 import pytest
 
-from experiments.configs import tiny
 from experiments.learning import batches, losses
 from experiments.learning.batches import BatchSettings
 from experiments.rollouts.rollout import Rollout
+from tests.helpers.configs import tiny_config
 
 PROMPT, NEW, GROUP = 16, 2, 16
 
 
-def make_config(**changes):
-  config = tiny.get_config().unlock()
-  config.update_from_flattened_dict(changes)
-  return config.lock()
-
-
 def make_rollout(lengths, prompt_length):
-  """Responses of such lengths, 16 to each of 8 prompts of one length."""
+  """Responses of these lengths, 16 to each of 8 prompts of one length."""
   rng = np.random.default_rng(0)
   shape = (8 * GROUP, PROMPT + NEW)
   place = np.arange(shape[1])[None]
@@ -35,11 +29,11 @@ def make_rollout(lengths, prompt_length):
 
 
 def test_of_several_row_lengths_the_one_that_computes_least_is_taken():
-  config = make_config(
+  config = tiny_config(
       **{"loss.row_tokens": (20, 26, 44), "loss.micro_rows": 1}
   )
   rng = np.random.default_rng(0)
-  # Groups of 26, 20 and 22 tokens; the last go two to a row.
+  # Groups of 26, 20 and 22 tokens; two of the last ones share a row of 44.
   for lengths, prompt, wanted in ((1, 10, 26), (1, 4, 20), (1, 6, 44)):
     batch, packed = batches.make_batch(
         BatchSettings.of_config(config),
@@ -52,7 +46,7 @@ def test_of_several_row_lengths_the_one_that_computes_least_is_taken():
 
 @pytest.mark.parametrize("name", sorted(losses.LOSSES))
 def test_tokens_have_what_their_response_has(name):
-  config = make_config(**{"loss.name": name})
+  config = tiny_config(**{"loss.name": name})
   rng = np.random.default_rng(1)
   lengths = rng.integers(1, NEW + 1, 8 * GROUP)
   rollout = make_rollout(lengths, 9)
@@ -74,11 +68,25 @@ def test_tokens_have_what_their_response_has(name):
   np.testing.assert_array_equal(counts, np.where(keep, lengths, 0))
 
 
+def test_probe_rows_are_of_different_prompts():
+  config = tiny_config(**{"kl.probe_responses": 10})
+  # 8 prompts with 16 responses each.
+  rows = batches.probe_rows(BatchSettings.of_config(config))
+  assert list(rows) == [0, 16, 32, 48, 64, 80, 96, 112, 1, 17]
+
+
+def test_a_probe_without_generated_tokens_is_an_error():
+  empty = make_rollout([0] * 128, 9)
+  settings = BatchSettings.of_config(tiny_config())
+  with pytest.raises(ValueError, match=r"no generated token.*probe_responses"):
+    batches.make_batch(settings, empty, np.zeros(128))
+
+
 def test_the_abstract_batch_is_one_in_the_longest_rows():
-  config = make_config(**{"loss.row_tokens": (24, 40)})
+  config = tiny_config(**{"loss.row_tokens": (24, 40)})
   full = make_rollout([NEW] * 128, PROMPT)
   shapes = batches.abstract_batch(BatchSettings.of_config(config))
-  one = make_config(**{"loss.row_tokens": (40,)})
+  one = tiny_config(**{"loss.row_tokens": (40,)})
   batch, packed = batches.make_batch(
       BatchSettings.of_config(one), full, np.zeros(128)
   )
