@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 
 .PHONY: help quickstart test lint docs clean
 .DELETE_ON_ERROR:
+# The targets share one environment, so `make -j` must not build them at once.
+.NOTPARALLEL:
 
 help:
 	@echo "make quickstart   train a 135M language model by RL on this machine"
