@@ -1,4 +1,4 @@
-"""What JAX must be told to lower a program for some devices."""
+"""The platform names that JAX needs to lower a program for given devices."""
 
 from collections.abc import Sequence
 from typing import Any

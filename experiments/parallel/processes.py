@@ -1,4 +1,4 @@
-"""What the processes of one run agree on."""
+"""Coordination between the processes of one run."""
 
 import jax
 from jax.experimental import multihost_utils

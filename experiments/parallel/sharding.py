@@ -1,53 +1,62 @@
-"""Where arrays lie on a mesh: rules by name, for weights and activations.
+"""Rules for how arrays are split over a mesh of devices, by axis name.
 
-Three mesh axes. `data`: whole replicas, each with its own responses. `fsdp`:
-devices with their own responses that share one copy of the weights, each
-holding a part and gathering a layer's when it computes it. `tensor`: devices
-that share responses, and split heads and features among them.
+The mesh has three axes:
 
-`fsdp` splits a kernel's inputs, so that gathered parts lie in memory one after
-the other (split by outputs, XLA keeps a transposed second copy of all weights),
-and for the same reason a sketch's rank. An axis that does not divide a size is
-left out, or goes to the array's other axis: at worst the array is whole on
-those devices.
+- `data`: whole replicas of the model, each with its own responses.
+- `fsdp`: devices that share one copy of the weights and have their own
+  responses. Each holds a part of every kernel and gathers a layer's kernels
+  when it computes the layer.
+- `tensor`: devices that share responses and split heads and features.
+
+`fsdp` splits the inputs of a kernel, so that gathered parts lie in memory one
+after the other. If it split the outputs, XLA would keep a transposed second
+copy of all weights. For the same reason it splits the rank of a sketch. A mesh
+axis that does not divide a size is left out, or moves to the array's other
+axis; in the worst case every one of those devices holds the whole array.
 """
 
 from collections.abc import Mapping, Sequence
 import math
 import re
-from typing import Any
+from typing import Any, Protocol
 
+import chex
 import jax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 import numpy as np
+import optax
 
 AXES = ("data", "fsdp", "tensor")
 
-# Mesh axes that an array's axis of this name is split over, in that order.
+# The mesh axes that split an array axis of this name, in order of preference.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
-    # Responses of all fsdp devices together, as a split vocabulary needs them.
+    # The responses of all fsdp devices together, which a split vocabulary
+    # needs.
     "gathered_batch": ("data",),
     "sequence": ("tensor",),
     "heads": ("tensor",),
     "features": ("tensor",),
     "vocab": ("tensor", "fsdp"),
-    # Kernels that split their outputs over heads or features ...
+    # Inputs and outputs of kernels that split their outputs by heads or
+    # features ...
     "whole_in": ("fsdp",),
     "split_out": ("tensor", "fsdp"),
-    # ... and those that take such a split input.
+    # ... and of kernels that take such a split input.
     "split_in": ("tensor", "fsdp"),
     "whole_out": ("fsdp",),
-    # A sketch's rank, beside outputs that are split, or whole.
+    # The rank of a sketch whose outputs are split, or whole.
     "rank": ("fsdp",),
     "split_rank": ("fsdp", "tensor"),
 }
 
 _SPLIT, _JOIN = ("whole_in", "split_out"), ("split_in", "whole_out")
-# Names of a parameter's last axes, by the end of its path; others are whole.
+# Names of a parameter's last axes, by a pattern for the end of its path. All
+# other axes are whole.
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
-    # `kernel/kernel` is what LoRA's adapters, `a` and `b`, stand beside.
+    # `kernel/kernel` is the kernel that has LoRA's adapters `a` and `b`.
     r"(q|k|v|gate|up)_proj/kernel(/kernel)?": _SPLIT,
     r"(o|down)_proj/kernel(/kernel)?": _JOIN,
     r"(q|k|v|gate|up)_proj/kernel/a": (_SPLIT[0], None),
@@ -59,21 +68,33 @@ PARAMETERS: dict[str, tuple[str | None, ...]] = {
 }
 
 
+class ModelSizes(Protocol):
+  """The sizes of a model that the tensor axis splits."""
+
+  @property
+  def n_heads(self) -> int:
+    """Number of query heads."""
+
+  @property
+  def d_ff(self) -> int:
+    """Width of the feed-forward layer."""
+
+
 def make_mesh(
-    sizes: Mapping[str, int], devices: Sequence[Any] | None = None
+    sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-  """A mesh with the axes `AXES`.
+  """Makes a mesh with the axes `AXES`.
 
   Args:
-    sizes: devices along each axis, as `config.mesh`.
-    devices: what to lay out; None means all devices of all processes.
+    sizes: Number of devices along each axis, such as `config.mesh`.
+    devices: The devices; None means all devices of all processes.
 
   Returns:
-    The mesh; `with jax.set_mesh(mesh)` puts the constraints into effect.
+    The mesh. Constraints take effect inside `jax.set_mesh(mesh)`.
 
   Raises:
-    ValueError: a size is no positive int, or the sizes do not multiply to the
-      number of devices.
+    ValueError: If a size is not a positive int, or the product of the sizes is
+      not the number of devices.
   """
   for name in AXES:
     size = sizes[name]
@@ -90,18 +111,21 @@ def make_mesh(
   return Mesh(np.asarray(devices, dtype=object).reshape(shape), AXES)
 
 
-def check_model(config: Any, mesh: Mesh) -> None:
-  """Raises ValueError where the tensor axis cannot split the model.
+def check_model(model: ModelSizes, mesh: Mesh | AbstractMesh) -> None:
+  """Checks that the tensor axis can split a model.
 
-  Key-value heads may be fewer: they are then computed by several devices.
+  There may be fewer key-value heads than devices along the axis: several
+  devices then compute the same head.
 
   Args:
-    config: a `DecoderConfig`.
-    mesh: of `make_mesh`.
+    model: Sizes of the model, such as a `DecoderConfig`.
+    mesh: The mesh, from `make_mesh`.
+
+  Raises:
+    ValueError: If the axis does not divide `n_heads` or `d_ff`.
   """
   tensor = mesh.shape["tensor"]
-  for name in ("n_heads", "d_ff"):
-    size = vars(config)[name]
+  for name, size in (("n_heads", model.n_heads), ("d_ff", model.d_ff)):
     if size % tensor:
       raise ValueError(
           f"config.mesh.tensor={tensor} cannot split the model's"
@@ -110,8 +134,17 @@ def check_model(config: Any, mesh: Mesh) -> None:
       )
 
 
-def check_batch(name: str, size: int, mesh: Mesh) -> None:
-  """Raises ValueError where devices cannot have equally many responses."""
+def check_batch(name: str, size: int, mesh: Mesh | AbstractMesh) -> None:
+  """Checks that all devices can have equally many responses.
+
+  Args:
+    name: Name of the setting, for the error.
+    size: Number of responses.
+    mesh: The mesh, from `make_mesh`.
+
+  Raises:
+    ValueError: If `size` is not a multiple of `data_shards(mesh)`.
+  """
   shards = data_shards(mesh)
   if size % shards:
     raise ValueError(
@@ -120,20 +153,24 @@ def check_batch(name: str, size: int, mesh: Mesh) -> None:
     )
 
 
-def data_shards(mesh: Mesh) -> int:
-  """Devices that have responses of their own."""
+def data_shards(mesh: Mesh | AbstractMesh) -> int:
+  """Number of shards that the responses are split into: `data` times `fsdp`."""
   return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def spec(
-    names: Sequence[str | None], shape: Sequence[int], mesh: Any
+    names: Sequence[str | None],
+    shape: Sequence[int],
+    mesh: Mesh | AbstractMesh,
 ) -> PartitionSpec:
-  """How an array with these axes is split; the first axis chooses first.
+  """Returns how an array with named axes is split.
+
+  The first axis of the array takes its mesh axes first.
 
   Args:
-    names: of each axis, in `RULES`, or None for one that is whole.
-    shape: of the array.
-    mesh: a mesh, or the abstract mesh of the function being traced.
+    names: The name of each axis, a key of `RULES`; None for a whole axis.
+    shape: The array's shape.
+    mesh: A mesh, or the abstract mesh of the function being traced.
   """
   free = {name: size for name, size in mesh.shape.items() if size > 1}
   entries: list[Any] = []
@@ -143,48 +180,48 @@ def spec(
       if axis in free and size % free[axis] == 0:
         size //= free.pop(axis)
         axes.append(axis)
-    # A tuple of one axis is another sharding to JAX than the axis itself.
+    # JAX takes a tuple of one axis for a different sharding than the axis.
     one = axes[0] if axes else None
     entries.append(tuple(axes) if len(axes) > 1 else one)
   return PartitionSpec(*entries)
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-  """`x`, split by the names of its axes; as it is where there is no mesh."""
+  """Splits `x` by the names of its axes; does nothing without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.size == 1:
     return x
   return jax.lax.with_sharding_constraint(x, spec(names, x.shape, mesh))
 
 
-def _names(path: str, ndim: int) -> tuple[str | None, ...]:
-  """Names of a parameter's axes; leading ones (layers) have none."""
+def path_of(key_path: KeyPath) -> str:
+  """Formats a key path of `jax.tree_util` as `layers/q_proj/kernel`."""
+  return jax.tree_util.keystr(key_path, simple=True, separator="/")
+
+
+def _parameter_axes(path: str, ndim: int) -> tuple[str | None, ...]:
+  """Names of a parameter's axes; leading axes, such as layers, have none."""
   for pattern, names in PARAMETERS.items():
     if re.search(rf"(^|/){pattern}$", path):
       return (None,) * (ndim - len(names)) + names
   return (None,) * ndim
 
 
-def path_of(key_path: Any) -> str:
-  """`layers/q_proj/kernel`, of a key path of `jax.tree_util`."""
-  return jax.tree_util.keystr(key_path, simple=True, separator="/")
-
-
-def _leaf_names(
+def _leaf_axes(
     path: str, shape: Sequence[int], owners: Mapping[str, Sequence[int]]
 ) -> tuple[str | None, ...]:
-  """Names of the axes of a parameter, or of what is kept for one.
+  """Names of the axes of a parameter, or of optimizer state that belongs to it.
 
-  What is kept for a parameter has its shape (a moment), or at its end the
-  outputs of it (a sketch, RowAdam's scale), or is small and stays whole. The
-  scales are small, and needed where the sketch's rank is split: on every fsdp
+  Such state has the parameter's shape (a moment), or ends with its outputs (a
+  sketch, RowAdam's scale), or is small and stays whole. RowAdam's scales are
+  small too, and needed wherever the sketch's rank is split: on every fsdp
   device.
   """
   ends = [owner for owner in owners if f"/{path}".endswith(f"/{owner}")]
   if not ends:
     return (None,) * len(shape)
   owner = max(ends, key=len)
-  names = _names(owner, len(owners[owner]))
+  names = _parameter_axes(owner, len(owners[owner]))
   if tuple(shape) == tuple(owners[owner]):
     return names
   whole = (None,) * len(shape)
@@ -200,73 +237,78 @@ def _leaf_names(
   return (*whole[:-1], "features") if split else whole
 
 
-def _owners(params: Any) -> dict[str, Sequence[int]]:
+def _parameter_shapes(params: optax.Params) -> dict[str, Sequence[int]]:
   """Shapes of the parameters by path."""
   leaves = jax.tree_util.tree_leaves_with_path(params)
   return {path_of(path): leaf.shape for path, leaf in leaves}
 
 
-def shardings(tree: Any, params: Any, mesh: Mesh) -> Any:
-  """Where each leaf of a state lies.
+def shardings(
+    tree: chex.ArrayTree, params: optax.Params, mesh: Mesh | AbstractMesh
+) -> Any:
+  """Returns where each leaf of a state lies.
 
   Args:
-    tree: arrays or `jax.ShapeDtypeStruct`: parameters, an optimizer's state, a
-      train state. What belongs to a parameter ends in the parameter's path.
-    params: the parameters, for their paths and shapes.
-    mesh: of `make_mesh`.
+    tree: Arrays or `jax.ShapeDtypeStruct`s: parameters, an optimizer's state,
+      or a whole training state. The path of a leaf that belongs to a parameter
+      ends with the parameter's path.
+    params: The parameters, for their paths and shapes.
+    mesh: The mesh, from `make_mesh`.
 
   Returns:
-    A tree of `NamedSharding`.
+    A tree like `tree` whose leaves are `NamedSharding`s.
   """
-  owners = _owners(params)
+  owners = _parameter_shapes(params)
 
-  def one(path: Any, leaf: Any) -> NamedSharding:
-    names = _leaf_names(path_of(path), leaf.shape, owners)
+  def place(path: KeyPath, leaf: Any) -> NamedSharding:
+    names = _leaf_axes(path_of(path), leaf.shape, owners)
     return NamedSharding(mesh, spec(names, leaf.shape, mesh))
 
-  return jax.tree_util.tree_map_with_path(one, tree)
+  return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def constrain_gradients(grads: Any, params: Any) -> Any:
-  """Gradients and sketches, each split like the parameter it is of."""
-  owners = _owners(params)
+def constrain_gradients(
+    grads: optax.Updates, params: optax.Params
+) -> optax.Updates:
+  """Splits gradients and sketches like the parameters they belong to."""
+  owners = _parameter_shapes(params)
 
-  def one(path: Any, leaf: jax.Array) -> jax.Array:
-    return constrain(leaf, *_leaf_names(path_of(path), leaf.shape, owners))
+  def place(path: KeyPath, leaf: jax.Array) -> jax.Array:
+    return constrain(leaf, *_leaf_axes(path_of(path), leaf.shape, owners))
 
-  return jax.tree_util.tree_map_with_path(one, grads)
+  return jax.tree_util.tree_map_with_path(place, grads)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Whole on every device."""
+  """The sharding of an array that is whole on every device."""
   return NamedSharding(mesh, PartitionSpec())
 
 
-def put(tree: Any, where: Any) -> Any:
-  """Arrays that every process has whole, laid out over all processes.
+def put(tree: chex.ArrayTree, where: Any) -> Any:
+  """Lays out arrays over the devices of all processes.
 
   Args:
-    tree: arrays, the same in every process.
-    where: a tree of shardings like `tree`, or one for all of it.
+    tree: Whole arrays, the same in every process.
+    where: A tree of `NamedSharding`s like `tree`, or one for all arrays.
   """
   if isinstance(where, NamedSharding):
     where = jax.tree.map(lambda _: where, tree)
 
-  def one(x: Any, sharding: NamedSharding) -> jax.Array:
+  def place(x: Any, sharding: NamedSharding) -> jax.Array:
     if sharding.is_fully_addressable:
       return jax.device_put(x, sharding)
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
 
-  return jax.tree.map(one, tree, where)
+  return jax.tree.map(place, tree, where)
 
 
-def fetch(tree: Any) -> Any:
-  """Arrays that lie anywhere, whole in every process, as NumPy arrays."""
+def fetch(tree: chex.ArrayTree) -> Any:
+  """Returns whole NumPy arrays in every process, wherever the arrays lie."""
 
-  def one(x: jax.Array) -> np.ndarray:
+  def gather(x: jax.Array) -> np.ndarray:
     if x.is_fully_addressable or x.is_fully_replicated:
       return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
 
-  return jax.tree.map(one, tree)
+  return jax.tree.map(gather, tree)
