@@ -171,7 +171,7 @@ def _plan(
   with tempfile.TemporaryDirectory() as folder:
     file = pathlib.Path(folder) / "plan.json"
     command = [
-        *(sys.executable, "-m", "experiments.plan", f"--json={file}"),
+        *(sys.executable, "-m", "experiments.plan", f"--out={file}"),
         *(f"--model={request.model}", f"--target={target}"),
         *(f"--optimizer={request.optimizer}", f"--rank={request.rank}"),
         f"--tokens={request.tokens}",

@@ -23,7 +23,7 @@ from experiments.learning.train_step import UpdateSettings
 from experiments.models import architectures, load
 from experiments.models.decoder import Decoder
 from experiments.parallel import sharding
-from experiments.planning import plan
+from experiments.planning.request import Request, training_config
 from experiments.reporting import provenance, units
 from experiments.rollouts import generate
 from experiments.rollouts.sampling import Sampling
@@ -113,9 +113,9 @@ def _memory(device: jax.Device, key: str) -> int | None:
   return (device.memory_stats() or {}).get(key)
 
 
-def request_of(section: Section, target: str) -> plan.Request:
+def request_of(section: Section, target: str) -> Request:
   """The planner's request for a section's update on a target."""
-  return plan.Request(
+  return Request(
       section.model,
       target,
       optimizer=section.optimizer,
@@ -133,7 +133,7 @@ def _update(
   """
   architecture = architectures.architecture(section.model)
   mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), [device])
-  config = plan.config_of(request_of(section, "h100:1"), mesh)
+  config = training_config(request_of(section, "h100:1"), mesh)
   settings = UpdateSettings.of_config(config)
   model = Decoder(load.configure(architecture, config))
   abstract = compiled_step.abstract_state(model, settings, mesh)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from experiments.configs import quickstart
 from experiments.learning import batches, compiled_step, optimizers, train_step
 from experiments.learning.batches import BatchSettings
 from experiments.learning.train_step import UpdateSettings
@@ -24,6 +23,7 @@ from experiments.models import load, tiny
 from experiments.models.config import DecoderConfig
 from experiments.models.decoder import Decoder
 from experiments.parallel import sharding
+from experiments.planning.request import full_rows_config
 from experiments.rollouts.rollout import Rollout
 
 # The optimizer that all others are compared with.
@@ -141,22 +141,16 @@ def training_config(
         f"probe={size.probe} must be at least 1 and at most"
         f" sequences={size.sequences}"
     )
-  config = quickstart.get_config()
-  # One response per prompt, so that each row is full.
-  config.rollout.prompts, config.rollout.responses = size.sequences, 1
-  config.rollout.max_prompt_tokens = size.prompt_tokens
-  config.rollout.max_new_tokens = size.tokens - size.prompt_tokens
-  config.loss.row_tokens = (size.tokens,)
-  config.loss.micro_rows = size.micro_batch
-  config.loss.chunk = size.chunk
-  config.optimizer.name = setting.optimizer
-  config.optimizer.rank = setting.rank or 1
-  if setting.optimizer == "logra":
-    # As published: a new basis for each update, so no momentum.
-    config.optimizer.momentum, config.optimizer.refresh = 0.0, True
-  config.kl.probe_responses = size.probe
-  config.kl.measure = False
-  return config
+  return full_rows_config(
+      optimizer=setting.optimizer,
+      rank=setting.rank or 1,
+      responses=size.sequences,
+      tokens=size.tokens,
+      prompt_tokens=size.prompt_tokens,
+      micro_rows=size.micro_batch,
+      chunk=size.chunk,
+      probe_responses=size.probe,
+  )
 
 
 def random_batch(

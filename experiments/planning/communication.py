@@ -18,14 +18,15 @@ from typing import Any
 from absl import app, flags
 
 from experiments.planning import plan as plan_lib
+from experiments.planning.request import Request
 
 _MIB = 2**20
 
 
-def requests(model: str, target: str, rank: int) -> list[plan_lib.Request]:
+def requests(model: str, target: str, rank: int) -> list[Request]:
   """The rows: dense Adam and LoGRA, each on both meshes of eight devices."""
   return [
-      plan_lib.Request(
+      Request(
           model,
           target,
           optimizer=optimizer,

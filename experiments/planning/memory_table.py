@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import app, flags
 
-from experiments.planning.plan import Request
+from experiments.planning.request import Request
 from experiments.reporting import figures
 
 _GIB = 2**30
@@ -108,7 +108,7 @@ def compile_row(row: Row, folder: pathlib.Path) -> None:
   arguments = [
       f"--{name}={value}" for name, value in values.items() if value is not None
   ]
-  arguments.append(f"--json={folder / f'{row.name}.json'}")
+  arguments.append(f"--out={folder / f'{row.name}.json'}")
   process = subprocess.run(
       [sys.executable, "-m", "experiments.plan", *arguments],
       capture_output=True,

@@ -9,6 +9,7 @@ import importlib.util
 import pytest
 
 from experiments.planning import plan as plan_lib
+from experiments.planning.request import Request
 
 GIB = 2**30
 # Dense Adam in float32 on four v5p chips, as measured before there was LoGRA.
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def plan(model):
-  request = plan_lib.Request(model, "v5p:2x2x1", rank=256, tokens=2048)
+  request = Request(model, "v5p:2x2x1", rank=256, tokens=2048)
   return plan_lib.plan(request)
 
 

@@ -9,6 +9,7 @@ from absl import app, flags
 
 from experiments.benchmarks import timed_update
 from experiments.planning import plan
+from experiments.planning.request import Request
 from experiments.studies.scale import analysis, sweep
 
 
@@ -40,7 +41,7 @@ def measure_small() -> tuple[dict[str, int], list[dict[str, Any]]]:
   """The same of a small model, compiled and timed on this machine."""
   peaks = {}
   for name in ("dense_adam", "logra"):
-    request = plan.Request(
+    request = Request(
         sweep.SMALL_MODEL,
         sweep.SMALL_TARGET,
         optimizer=name,

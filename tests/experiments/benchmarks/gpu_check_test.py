@@ -12,7 +12,7 @@ import pytest
 from experiments.benchmarks import gpu_check, gpu_sections
 from experiments.benchmarks.gpu_sections import Section
 from experiments.models import architectures
-from experiments.planning import plan
+from experiments.planning import request as request_lib
 from experiments.reporting.units import GIB
 
 
@@ -118,7 +118,7 @@ def test_sections_are_what_the_planner_can_be_asked():
   assert len(set(todo)) == len(todo)
   for section in todo:
     architectures.architecture(section.model)
-    plan.resolved(gpu_sections.request_of(section, "h100:1"))
+    request_lib.resolved(gpu_sections.request_of(section, "h100:1"))
 
 
 def test_random_params():

@@ -71,7 +71,7 @@ def test_docstring_and_page_have_the_figures_of_the_files(name):
   assert ("Memory: not compiled yet." in docstring) == (not files)
   assert page.count(f"| {name} |") == len(files)
   for found in files:
-    line = config_plan.line(found)
+    line = config_plan.summary_line(found)
     assert found["model"] == MODELS[name] and found["fits"]
     assert f"{config_plan.HEAD}\n" in docstring
     assert line in docstring.splitlines(), line
@@ -117,11 +117,9 @@ def test_what_a_cache_takes_of_a_device(mesh, devices):
 @pytest.mark.slow
 def test_a_measured_config(tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(gpu_check.SMALL_MODEL))
-  out = tmp_path / "found" / "out.json"
   config = tiny.get_config().unlock()
   config.kl.enabled = False  # Less to compile.
-  config_plan.run(config, str(tmp_path), "cpu:1", str(out))
-  found = json.loads(out.read_text())
+  found = config_plan.plan_config(config, str(tmp_path), "cpu:1")
   n = architectures.n_params(architectures.architecture(tmp_path))
   assert found["arguments"]["weights"] == 4 * n
   # Weights and the cache, and little beside them.
@@ -129,7 +127,7 @@ def test_a_measured_config(tmp_path):
   kept += found["rollout_cache_bytes"]
   assert 0 < found["sampling_bytes"] - kept < 2**20
   assert found["fits"] and found["peak_bytes"] > found["argument_bytes"]
-  head, line = config_plan.HEAD, config_plan.line(found)
+  head, line = config_plan.HEAD, config_plan.summary_line(found)
   assert len(head) == len(line) and line.split()[0] == "cpu:1"
 
 
@@ -137,7 +135,7 @@ def test_what_no_run_could_start_with():
   config = tiny.get_config().unlock()
   config.mesh.fsdp = 2
   with pytest.raises(ValueError, match=r"config\.mesh.*2 devices"):
-    config_plan.measure(config, "qwen2.5-7b", "cpu:1")
+    config_plan.plan_config(config, "qwen2.5-7b", "cpu:1")
   config.mesh.fsdp, config.rollout.temperature = 1, 0.0
   with pytest.raises(ValueError, match="temperature"):
-    config_plan.measure(config, "qwen2.5-7b", "cpu:1")
+    config_plan.plan_config(config, "qwen2.5-7b", "cpu:1")

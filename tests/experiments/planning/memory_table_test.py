@@ -6,7 +6,7 @@ import json
 import pytest
 
 from experiments.planning import memory_table
-from experiments.planning.plan import Request, resolved
+from experiments.planning.request import Request, resolved
 
 GIB = 2**30
 

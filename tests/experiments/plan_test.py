@@ -1,0 +1,91 @@
+"""The command that plans a model or a config."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from experiments import plan as plan_command
+from experiments.benchmarks import gpu_check
+from experiments.planning import request as request_lib
+from experiments.planning import search
+from experiments.planning.request import Request
+
+GIB = 2**30
+
+
+def test_mesh_in_words():
+  assert plan_command.parse_mesh("fsdp:4,tensor:2") == {"fsdp": 4, "tensor": 2}
+  with pytest.raises(ValueError, match="mesh='fsdp=4' must be like"):
+    plan_command.parse_mesh("fsdp=4")
+  with pytest.raises(ValueError, match="fixes the number of devices"):
+    search.search_slice(Request("qwen2.5-7b", "v5e:2x2", mesh={"fsdp": 4}))
+
+
+def test_the_command_ends_without_a_traceback():
+  process = subprocess.run(
+      [
+          *(sys.executable, "-m", "experiments.plan"),
+          *("--model=qwen2.5-7", "--target=cpu:1"),
+      ],
+      capture_output=True,
+      text=True,
+      check=False,
+  )
+  assert process.returncode == 1 and "Traceback" not in process.stderr
+  assert process.stderr.startswith("error: model='qwen2.5-7' is neither")
+
+
+def run(*flags):
+  command = [sys.executable, "-m", "experiments.plan", *flags]
+  return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_model_is_planned_into_a_file(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(gpu_check.SMALL_MODEL))
+  out = tmp_path / "deep" / "out.json"
+  process = run(
+      f"--model={tmp_path}",
+      "--target=cpu:1",
+      "--rank=8",
+      "--tokens=64",
+      f"--out={out}",
+  )
+  assert process.returncode == 0, process.stderr
+  read = json.loads(out.read_text())
+  assert read["request"]["rank"] == 8 and read["tried"] == []
+  assert "experiments.plan" in read["command"] and "--rank=8" in read["command"]
+  assert f"{read['peak_bytes'] / GIB:.3f} GiB  per device" in process.stdout
+
+
+@pytest.mark.slow
+def test_a_config_is_planned_into_a_file(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(gpu_check.SMALL_MODEL))
+  out = tmp_path / "out.json"
+  process = run(
+      "--config=experiments/configs/tiny.py",
+      "--config.kl.enabled=False",
+      f"--model={tmp_path}",
+      "--target=cpu:1",
+      f"--out={out}",
+  )
+  assert process.returncode == 0, process.stderr
+  read = json.loads(out.read_text())
+  assert read["fits"] and read["sampling_bytes"] > 0
+  assert "\nfits" in process.stdout
+
+
+def test_a_config_fixes_the_sizes():
+  process = run(
+      "--config=experiments/configs/tiny.py",
+      *("--model=qwen2.5-7b", "--target=cpu:1", "--rank=8"),
+  )
+  assert process.returncode == 1
+  assert process.stderr.startswith("error: --rank does not go with --config")
+
+
+def test_every_flag_of_a_request_has_a_help_text():
+  for field in dataclasses.fields(Request):
+    assert request_lib.help_of(field.name).endswith("."), field
