@@ -15,7 +15,7 @@ _ALL = (
 
 
 def _oracle(name, rewards, n):
-  """Advantages of groups of n rewards, all of which count."""
+  """Advantages in groups of n rewards, all of which are counted."""
   groups = [rewards[i : i + n] for i in range(0, len(rewards), n)]
   differences = [[r - sum(g) / n for r in g] for g in groups]
   every = [d for g in differences for d in g]
@@ -52,7 +52,7 @@ def test_the_losses_differ():
 def test_equal_rewards_have_no_advantage(fn, value, group_size):
   rewards = np.full(2 * group_size, value, np.float32)
   np.testing.assert_array_equal(fn(rewards, group_size), 0.0)
-  # Nor beside a group in which they differ.
+  # This also holds if the rewards of another group differ.
   rewards[0] += 1 + abs(value)
   found = fn(rewards, group_size)
   np.testing.assert_array_equal(found[group_size:], 0.0)
@@ -69,7 +69,7 @@ def test_a_group_size_of_1_compares_with_the_batch():
 
 @pytest.mark.parametrize("fn", _ALL)
 def test_what_does_not_count_is_as_good_as_absent(fn):
-  # Groups of 2, 3 and 4 that count in a group of 4; of one and none, too few.
+  # Of the 4 rewards of a group, 2, 3 and 4 are counted; then 1 and 0: too few.
   counted = np.asarray(
       [1, 0, 1, 0] + [1, 1, 0, 1] + [1] * 4 + [0, 1, 0, 0] + [0] * 4, bool
   )
@@ -91,7 +91,7 @@ def test_what_does_not_count_is_as_good_as_absent(fn):
     at = counted[:12].nonzero()[0][start : start + size]
     np.testing.assert_allclose(found[at], right, rtol=1e-5, atol=1e-7)
     start += size
-  # What is not counted may not even be looked at.
+  # Rewards that are not counted do not matter at all.
   other = np.where(counted, rewards, 1e6)
   np.testing.assert_array_equal(fn(other, 4, counted), found)
 

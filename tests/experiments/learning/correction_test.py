@@ -10,14 +10,14 @@ import pytest
 from experiments.learning import correction
 
 _CAP = 1.2
-# Two rows; -1 is no token. Response 3 is cut off by the limit.
+# Two rows; -1 marks empty slots. Response 3 was cut off by the limit.
 _RESPONSE = np.asarray([[0, 0, 0, 1, 1, -1], [-1, 2, 3, 3, 3, -1]], np.int32)
 _MASK = _RESPONSE >= 0
 _FINISHED = _MASK & (_RESPONSE != 3)
 
 
 def _log_probs(fill=0.0):
-  """Of the sampler and of the trainer, `[G, K]` float64."""
+  """Log-probs of the sampler and of the trainer, `[G, K]` float64."""
   rng = np.random.default_rng(0)
   sampler = -rng.uniform(0.1, 3.0, size=_MASK.shape)
   trainer = sampler + 0.3 * rng.normal(size=_MASK.shape)
@@ -25,7 +25,7 @@ def _log_probs(fill=0.0):
 
 
 def _ratios(kind):
-  """π_trainer / π_sampler, a loop over tokens."""
+  """π_trainer / π_sampler, from a loop over tokens."""
   sampler, trainer = _log_probs()
   ratios = np.zeros(_MASK.shape)
   for g, k in zip(*np.nonzero(_MASK), strict=True):
@@ -70,7 +70,7 @@ def test_weights_and_metrics(kind, fill):
   for name, value in right.items():
     np.testing.assert_allclose(metrics[name], value, rtol=1e-4)
   assert (0 < metrics["truncated"] < 1) == (kind != "none")
-  # Another mean would have been noticed.
+  # The mean over all tokens would be a different number.
   assert abs(gap[_MASK].mean() - metrics["gap"]) > 1e-3
 
 
@@ -113,7 +113,7 @@ def test_weights_have_no_gradient():
 
 
 def test_importance_weights_undo_the_mismatch():
-  """An expectation under the trainer, from all of the sampler's tokens."""
+  """Weighted tokens of the sampler give an expectation under the trainer."""
   rng = np.random.default_rng(1)
   sampler, trainer = rng.dirichlet(np.ones(8), size=2)
   value = rng.normal(size=8)

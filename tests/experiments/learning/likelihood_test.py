@@ -12,12 +12,12 @@ from experiments.rollouts.sampling import Sampling
 
 _B, _T, _D, _V = 3, 11, 5, 37
 _START = 4
-_LENGTHS = (7, 0, 3)  # Full, empty and short completions.
+_LENGTHS = (7, 0, 3)  # A full, an empty and a short completion.
 
 
 @functools.cache
 def _batch():
-  """Arrays of three responses, prompts of `_START` tokens."""
+  """Three responses to prompts of `_START` tokens."""
   rng = np.random.default_rng(0)
   positions = np.arange(_T)[None]
   lengths = np.asarray(_LENGTHS)[:, None]
@@ -42,7 +42,7 @@ def _params():
 
 
 def _hidden(params, tokens, valid):
-  """A causal mean of embeddings of the valid tokens."""
+  """A causal sum of the embeddings of the valid tokens, squashed by tanh."""
   x = params["embedding"][tokens] * valid[..., None]
   return jnp.tanh(jnp.cumsum(x, axis=1))
 
@@ -59,7 +59,7 @@ def _statistics(
     mask=None,
     head_fn=_head,
 ):
-  """Of the tokens from `start` on, with zeros `[B, T]` before it."""
+  """Statistics of the tokens from `start` on, `[B, T]`; zeros before it."""
   batch = _batch()
   mask = batch["completion_mask"] if mask is None else mask
   found = likelihood.token_statistics(
@@ -80,7 +80,7 @@ def _log_softmax(logits):
 
 
 def _oracle_statistics(params, temperature):
-  """Log-probs and entropies in float64, a loop over the masked tokens."""
+  """Log-probs and entropies in float64, from a loop over generated tokens."""
   params = {name: np.float64(value) for name, value in params.items()}
   batch = _batch()
   log_probs, entropy = np.zeros((2, _B, _T))
@@ -102,7 +102,7 @@ def test_statistics(temperature, chunk_size, start):
   for one, right in zip(found, expected, strict=True):
     assert one.shape == (_B, _T) and one.dtype == jnp.float32
     np.testing.assert_allclose(one, right, atol=3e-6)
-  # Another temperature would have been noticed.
+  # Another temperature would give different numbers.
   assert np.max(np.abs(found[0] - _oracle_statistics(_params(), 1.0)[0])) > 0.1
 
 
@@ -112,7 +112,7 @@ def test_gradient_of_log_probs(chunk_size):
 
   def loss(params):
     log_probs, entropy = _statistics(params, chunk_size=chunk_size)
-    # The entropy must not contribute.
+    # The entropy must not contribute to the gradient.
     return jnp.sum(weights * log_probs) + jnp.sum(entropy)
 
   def oracle(params):
@@ -121,7 +121,7 @@ def test_gradient_of_log_probs(chunk_size):
   params = _params()
   grads = jax.grad(loss)(params)
   for name, value in params.items():
-    # Along the gradient and along a random direction.
+    # Test the slope along the gradient and along a random direction.
     rng = np.random.default_rng(3)
     for direction in (np.float64(grads[name]), rng.normal(size=value.shape)):
       direction = direction / np.linalg.norm(direction)
@@ -152,10 +152,10 @@ def test_chunks_without_completion_tokens_are_skipped():
     jax.effects_barrier()
     return len(calls)
 
-  # Chunks of two positions begin at 1, 3, 5, 7, 9: tokens at 4 to 10.
+  # Chunks of two positions start at 1, 3, 5, 7, 9; tokens are at 4 to 10.
   assert count(_batch()["completion_mask"]) == 4
   short = _batch()["completion_mask"] & (np.asarray(_LENGTHS) < 7)[:, None]
-  assert count(short) == 2  # At 4 to 6.
+  assert count(short) == 2  # Tokens are at 4 to 6.
   assert count(np.zeros((_B, _T), bool)) == 0
 
 
@@ -225,7 +225,7 @@ def test_a_frozen_head_is_read_once_and_never_copied():
   frozen = compiled(0)
   assert not made(frozen, "dot") and not made(frozen, "copy")
   assert sum(" dot(" in line for line in frozen) == 2
-  # The control: a trained head's gradient is found.
+  # As a control, the search finds the gradient of a trained head.
   assert made(compiled(1), "dot")
 
 
@@ -242,7 +242,7 @@ def test_no_buffer_holds_all_logits():
     return jnp.sum(_statistics(params, chunk_size=_B)[0])
 
   text = jax.jit(jax.grad(loss)).lower(_params()).compile().as_text()
-  # Logits of one position of the batch, in either layout.
+  # The logits of one position of the batch exist, in either layout.
   assert "f32[3,37]" in text or "f32[3,1,37]" in text
   for shape in ("3,7,37", "7,3,37", "7,3,1,37", "21,37", "3,10,37", "3,11,37"):
     assert f"f32[{shape}]" not in text

@@ -1,4 +1,4 @@
-"""Tests of the optimizers against optax's own, layer by layer."""
+"""Tests of the optimizers against those of optax, layer by layer."""
 
 import chex
 import jax
@@ -7,27 +7,31 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.configs import quickstart
 from experiments.learning import optimizers
 from experiments.learning.train_step import UpdateSettings
 from experiments.models import lora
 import logra_jax
+from tests.helpers.configs import tiny_config
 
 LAYERS, RATE, B1, B2, EPS, DECAY = 3, 1e-3, 0.9, 0.95, 1e-8, 0.1
 STEPS = 5
 DENSE = ("dense_adam", "dense_sgd", "galore", "muon")
 
 
-def _config(**changes):
-  config = quickstart.get_config().unlock()
-  config.optimizer.learning_rate = RATE
-  config.optimizer.rank = 4
-  config.optimizer.weight_decay = DECAY
-  config.optimizer.galore_gap = 2
-  config.kl.enabled = False
-  for name, value in changes.items():
-    config.update_from_flattened_dict({name.replace("__", "."): value})
-  return config.lock()
+def _settings(**changes):
+  """Settings without a budget; `optimizer__rank=8` changes optimizer.rank."""
+  changes = {name.replace("__", "."): value for name, value in changes.items()}
+  config = tiny_config(
+      **{
+          "optimizer.learning_rate": RATE,
+          "optimizer.rank": 4,
+          "optimizer.weight_decay": DECAY,
+          "optimizer.galore_gap": 2,
+          "kl.enabled": False,
+      }
+      | changes
+  )
+  return UpdateSettings.of_config(config)
 
 
 def _draw(seed, *shape):
@@ -35,7 +39,7 @@ def _draw(seed, *shape):
 
 
 def _params():
-  """A wide and a tall stack of kernels, and what is no target."""
+  """A wide and a tall stack of kernels, and parameters that are not targets."""
   return {
       "layers": {
           "q_proj": {
@@ -59,7 +63,7 @@ def _gradients(params, step):
 
 
 def _run(tx, params, gradients=_gradients, **extra):
-  """Parameters after some steps, by `logra_jax.apply_updates`."""
+  """Parameters after some steps with `logra_jax.apply_updates`."""
   state = logra_jax.init(tx, params)
   update = jax.jit(lambda *args: tx.update(*args, **extra))
   for step in range(STEPS):
@@ -69,7 +73,7 @@ def _run(tx, params, gradients=_gradients, **extra):
 
 
 def _run_layers(tx, kernel, layer, gradients):
-  """One matrix of the stack by itself, by optax alone."""
+  """One matrix of the stack after the same steps with optax alone."""
   w = kernel[layer]
   state = tx.init(w)
   update = jax.jit(tx.update)
@@ -80,7 +84,7 @@ def _run_layers(tx, kernel, layer, gradients):
 
 
 def _of_optax(name):
-  """The whole optimizer of one matrix, as optax offers it."""
+  """The optimizer of one matrix as optax itself offers it."""
   if name == "dense_adam":
     return optax.adamw(RATE, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY)
   if name == "dense_sgd":
@@ -105,10 +109,7 @@ def _of_optax(name):
 @pytest.mark.parametrize("name", DENSE)
 def test_each_layer_is_trained_as_by_optax_on_it_alone(name):
   params = _params()
-  after = _run(
-      UpdateSettings.of_config(_config(optimizer__name=name)).make_optimizer(),
-      params,
-  )
+  after = _run(_settings(optimizer__name=name).make_optimizer(), params)
   for module in ("q_proj", "down_proj"):
     kernel = params["layers"][module]["kernel"]
     gradients = lambda step, module=module: _gradients(params, step)["layers"][
@@ -116,19 +117,19 @@ def test_each_layer_is_trained_as_by_optax_on_it_alone(name):
     ]["kernel"]
     for layer in range(LAYERS):
       expected = _run_layers(_of_optax(name), kernel, layer, gradients)
-      found = after["layers"][module]["kernel"][layer]
+      trained = after["layers"][module]["kernel"][layer]
       assert np.abs(expected - kernel[layer]).max() > RATE
-      np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+      np.testing.assert_allclose(trained, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_galore_keeps_thin_moments_and_projects_only_when_due():
-  """A branch, so that most updates pay for no singular value decomposition."""
+  """A branch saves most updates the singular value decomposition."""
   params = _params()
-  config = _config(optimizer__name="galore", optimizer__rank=2)
-  tx = UpdateSettings.of_config(config).make_optimizer()
+  settings = _settings(optimizer__name="galore", optimizer__rank=2)
+  tx = settings.make_optimizer()
   state = tx.init(params)
   shapes = {x.shape for x in jax.tree.leaves(state) if x.ndim}
-  # Projectors of the longer side, moments [rank, n] and [m, rank].
+  # Projectors of the longer side, and moments [rank, n] and [m, rank].
   assert shapes == {(3, 8, 2), (3, 2, 6), (3, 5, 2)}
   text = jax.jit(tx.update).lower(params, state, params).as_text()
   assert "stablehlo.case" in text
@@ -143,15 +144,18 @@ def test_galore_keeps_thin_moments_and_projects_only_when_due():
             for c, x in zip(
                 jax.tree.leaves(changed), jax.tree.leaves(state), strict=True
             )
-            if x.shape == (3, 8, 2)  # Only projectors have it.
+            if x.shape == (3, 8, 2)  # Only projectors have this shape.
         )
     )
-  # The first and every second update after it.
+  # The first update projects, and every second one after it.
   assert moved == [True, False, True, False]
 
 
-def _sketches(config, params, state):
-  """Gradients of a loss that is linear: those of `_gradients(params, 0)`."""
+def _sketches(params, state):
+  """Sketched gradients of a linear loss, whose gradients do not change.
+
+  They are sketches of `_gradients(params, 0)`.
+  """
   weights = _gradients(params, 0)
   eye = lambda kernel: jnp.eye(kernel.shape[-2])
 
@@ -188,31 +192,25 @@ def _sketches(config, params, state):
 )
 def test_the_others_are_frozen_or_trained_by_adam(name, others):
   plain = _params()
-  config = _config(optimizer__name=name, optimizer__others=others)
-  tx = UpdateSettings.of_config(config).make_optimizer()
-  params = optimizers.init_params(
-      UpdateSettings.of_config(config).optimizer, plain
-  )
+  settings = _settings(optimizer__name=name, optimizer__others=others)
+  tx = settings.make_optimizer()
+  params = optimizers.init_params(settings.optimizer, plain)
   state = logra_jax.init(tx, params)
   after = params
   adam = optax.adam(RATE, b1=0.9, b2=B2, eps=EPS)
   expected, adam_state = plain, adam.init(plain)
   for _ in range(3):
-    grads = (
-        _gradients(params, 0)
-        if name == "lora"
-        else _sketches(config, plain, state)
-    )
+    grads = _gradients(params, 0) if name == "lora" else _sketches(plain, state)
     updates, state = tx.update(grads, state, after)
     after = logra_jax.apply_updates(after, updates, state)
     steps, adam_state = adam.update(_gradients(plain, 0), adam_state)
     expected = optax.apply_updates(expected, steps)
   merged = lora.merge(after)
   for module, leaf in (("q_proj", "bias"), ("norm", "scale")):
-    found, start = merged["layers"][module][leaf], plain["layers"][module][leaf]
+    end, start = merged["layers"][module][leaf], plain["layers"][module][leaf]
     wanted = expected["layers"][module][leaf] if others == "adam" else start
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
-    assert (found != start).any() == (others == "adam")
+    np.testing.assert_allclose(end, wanted, rtol=1e-6, atol=1e-7)
+    assert (end != start).any() == (others == "adam")
   changed = (
       merged["layers"]["q_proj"]["kernel"]
       != plain["layers"]["q_proj"]["kernel"]
@@ -223,16 +221,14 @@ def test_the_others_are_frozen_or_trained_by_adam(name, others):
 
 
 def test_lora_trains_adapters_by_adamw():
-  config = _config(optimizer__name="lora", optimizer__lora_alpha=2.0)
+  settings = _settings(optimizer__name="lora", optimizer__lora_alpha=2.0)
   plain = _params()
-  params = optimizers.init_params(
-      UpdateSettings.of_config(config).optimizer, plain
-  )
+  params = optimizers.init_params(settings.optimizer, plain)
   node = params["layers"]["q_proj"]["kernel"]
   assert (node.a.shape, node.scaling) == ((LAYERS, 8, 4), 0.5)
-  after = _run(UpdateSettings.of_config(config).make_optimizer(), params)
-  found = after["layers"]["q_proj"]["kernel"]
-  np.testing.assert_array_equal(found.kernel, node.kernel)
+  after = _run(settings.make_optimizer(), params)
+  trained = after["layers"]["q_proj"]["kernel"]
+  np.testing.assert_array_equal(trained.kernel, node.kernel)
   for name in ("a", "b"):
     start = getattr(node, name)
     gradients = lambda step, name=name: getattr(
@@ -241,16 +237,14 @@ def test_lora_trains_adapters_by_adamw():
     expected = _run_layers(
         _of_optax("dense_adam"), start, slice(None), gradients
     )
-    np.testing.assert_allclose(getattr(found, name), expected, rtol=1e-5)
+    np.testing.assert_allclose(getattr(trained, name), expected, rtol=1e-5)
   np.testing.assert_array_equal(
       after["layers"]["norm"]["scale"], plain["layers"]["norm"]["scale"]
   )
 
 
 def test_lora_without_adapters_is_an_error():
-  tx = UpdateSettings.of_config(
-      _config(optimizer__name="lora")
-  ).make_optimizer()
+  tx = _settings(optimizer__name="lora").make_optimizer()
   with pytest.raises(ValueError, match=r"nothing to train.*init_params"):
     tx.init(_params())
 
@@ -261,14 +255,13 @@ def test_a_budget_scales_the_step_of_the_learning_rate(name):
   grads = _gradients(params, 0)
   steps = []
   for enabled in (False, True):
-    config = _config(
+    tx = _settings(
         optimizer__name=name,
         kl__enabled=enabled,
         kl__budget=4e-3,
         kl__final_budget=4e-3,
-    )
-    tx = UpdateSettings.of_config(config).make_optimizer()
-    # A predicted KL of a quarter of the budget: twice the step.
+    ).make_optimizer()
+    # The predicted KL is a quarter of the budget, so the step is doubled.
     extra = {"probe": lambda u: jnp.float32(1e-3)} if enabled else {}
     updates, _ = tx.update(grads, tx.init(params), params, **extra)
     steps.append(updates["layers"]["q_proj"]["kernel"])
@@ -290,23 +283,24 @@ def test_sketches_are_preconditioned(name, momentum):
       logra_jax.sketch(8, refresh=False, inner=inner, weight_decay=DECAY),
       optax.scale_by_learning_rate(RATE),
   )
-  config = _config(
+  settings = _settings(
       optimizer__preconditioner=name,
       optimizer__momentum=momentum,
       optimizer__rank=8,
   )
-  found = UpdateSettings.of_config(config).make_optimizer()
   params = _params()
 
   def steps(tx):
     state, out = logra_jax.init(tx, params), []
     for _ in range(2):
-      grads = _sketches(config, params, state)
+      grads = _sketches(params, state)
       updates, state = tx.update(grads, state, params)
       out.append(updates["layers"]["q_proj"]["kernel"])
     return out
 
-  chex.assert_trees_all_close(steps(found), steps(expected), rtol=1e-6)
+  chex.assert_trees_all_close(
+      steps(settings.make_optimizer()), steps(expected), rtol=1e-6
+  )
 
 
 def test_the_learning_rate_is_part_of_the_state():
@@ -314,8 +308,8 @@ def test_the_learning_rate_is_part_of_the_state():
   grads = _gradients(params, 0)
 
   def step(built_with, state_of):
-    make = lambda rate: UpdateSettings.of_config(
-        _config(optimizer__name="dense_adam", optimizer__learning_rate=rate)
+    make = lambda rate: _settings(
+        optimizer__name="dense_adam", optimizer__learning_rate=rate
     ).make_optimizer()
     state = make(state_of).init(params)
     return make(built_with).update(grads, state, params)[0]
@@ -326,7 +320,7 @@ def test_the_learning_rate_is_part_of_the_state():
 @pytest.mark.slow
 def test_update_ratio_without_a_budget_descends_by_that_ratio():
   ratio = 0.01
-  config = _config(
+  settings = _settings(
       optimizer__learning_rate=0.0,
       optimizer__update_ratio=ratio,
       optimizer__weight_decay=0.0,
@@ -334,9 +328,9 @@ def test_update_ratio_without_a_budget_descends_by_that_ratio():
       optimizer__rank=8,
   )
   params = _params()
-  tx = UpdateSettings.of_config(config).make_optimizer()
+  tx = settings.make_optimizer()
   state = logra_jax.init(tx, params)
-  grads = _sketches(config, params, state)
+  grads = _sketches(params, state)
   updates, state = tx.update(grads, state, params)
   after = logra_jax.apply_updates(params, updates, state)
   kernels = lambda tree: [
@@ -347,7 +341,7 @@ def test_update_ratio_without_a_budget_descends_by_that_ratio():
   np.testing.assert_allclose(
       norm(step), ratio * norm(kernels(params)), rtol=0.01
   )
-  # Full rank: the reconstruction points along the dense gradient.
+  # At full rank the reconstruction points along the dense gradient.
   dense = kernels(_gradients(params, 0))
   assert optax.tree.vdot(step, dense) < 0
 
@@ -386,20 +380,18 @@ def test_update_ratio_without_a_budget_descends_by_that_ratio():
     ],
 )
 def test_bad_values_are_refused_by_name(changes, match):
-  config = _config(**{f"optimizer__{k}": v for k, v in changes.items()})
+  changes = {f"optimizer__{k}": v for k, v in changes.items()}
   with pytest.raises(ValueError, match=match):
-    UpdateSettings.of_config(config).make_optimizer()
+    _settings(**changes).make_optimizer()
 
 
 @pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
 def test_init_works_on_shapes_alone(name):
-  config = _config(optimizer__name=name)
-  tx = UpdateSettings.of_config(config).make_optimizer()
+  settings = _settings(optimizer__name=name)
+  tx = settings.make_optimizer()
 
   def make(params):
-    params = optimizers.init_params(
-        UpdateSettings.of_config(config).optimizer, params
-    )
+    params = optimizers.init_params(settings.optimizer, params)
     return params, logra_jax.init(tx, params)
 
   shapes = jax.eval_shape(make, jax.eval_shape(_params))

@@ -1,4 +1,4 @@
-"""Tests of packed rows against one row for each response."""
+"""Tests of packed rows against separate rows for each response."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ N_PROMPT, N_NEW, GROUP = 6, 4, 3
 
 
 def make_rollout(lengths, prompt_lengths, n_prompt=N_PROMPT, n_new=N_NEW):
-  """Random responses of such lengths to prompts of such lengths."""
+  """Random responses of these lengths to prompts of these lengths."""
   rng = np.random.default_rng(0)
   batch, n = len(lengths), len(prompt_lengths)
   group = batch // n
@@ -59,7 +59,7 @@ def pack(
 
 
 def by_token(packed, values, shape):
-  """`[M, G, K, ...]` values where their tokens stand in the rollout."""
+  """Puts `[M, G, K, ...]` values where their tokens are in the rollout."""
   out = np.zeros((*shape, *values.shape[3:]))
   mask = packed.rows.target_mask
   out.reshape(-1, *values.shape[3:])[packed.index[mask]] = values[mask]
@@ -86,7 +86,7 @@ def test_features_are_those_of_separate_rows(model, rollout, row_tokens):
           {"params": params}, rollout.tokens, rollout.valid, method="hidden"
       )
   )
-  # Those before a token predict it.
+  # A token is predicted by the features of the one before it.
   separate = np.roll(np.asarray(hidden(rollout)), 1, axis=1)
   packed = pack(rollout, row_tokens)
   found = by_token(packed, all_features(model, packed), rollout.tokens.shape)
@@ -120,7 +120,7 @@ def test_responses_of_a_row_do_not_see_each_other(model, rollout):
     found.append(by_token(packed, features, one.tokens.shape))
   same = np.delete(np.arange(9), [1, 3])
   np.testing.assert_array_equal(found[0][same], found[1][same])
-  # The test could tell: a changed response does change its own features.
+  # As a control, a changed response does change its own features.
   assert np.abs(found[0][3] - found[1][3]).max() > 1e-3
 
 
@@ -159,7 +159,7 @@ def test_the_layout_of_an_example():
   """Two short groups share a row; a long group takes two."""
   rollout = make_rollout([1, 1, 1, 1, 4, 4], [2, 2, 6])
   packed = pack(rollout, 12, micro_rows=2, group=2)
-  # 6 + 4 twice, 2 + 1 + 1 twice.
+  # Two rows of 6 + 4 tokens, and one of twice 2 + 1 + 1.
   assert packed.count == 2
   rows = packed.rows.prompt.reshape(-1, 12)
   assert [len(set(row) - {-1}) for row in rows[:3]] == [1, 1, 2]
@@ -183,7 +183,7 @@ def test_shapes_do_not_depend_on_lengths():
     packed = pack(make_rollout(lengths, prompts), 18, group=4)
     assert len(packed.rows.tokens) == most >= packed.count
     assert packed.rows.target_mask.sum() == lengths.sum()
-    # What is computed is no more than was promised, and mostly far less.
+    # Micro-batches that are not computed hold no tokens.
     assert not packed.rows.target_mask[packed.count :].any()
 
 
