@@ -5,18 +5,14 @@ import numpy as np
 import pytest
 
 from experiments import export
-from experiments.configs import tiny
 from experiments.models import load, lora
 from experiments.runs import loop, record
+from tests.helpers.configs import tiny_config
 
 
 def _config(name, **changes):
-  config = tiny.get_config().unlock()
-  config.updates = 2
-  config.evaluate.every = 2
-  config.optimizer.name = name
-  config.update_from_flattened_dict(changes)
-  return config.lock()
+  base = {"updates": 2, "evaluate.every": 2, "optimizer.name": name}
+  return tiny_config(**(base | changes))
 
 
 def _rows(workdir):

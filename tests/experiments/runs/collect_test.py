@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from experiments import rewards, tasks
-from experiments.configs import tiny
 from experiments.evaluation import heldout
 from experiments.models import decoder
 from experiments.models import tiny as tiny_model
@@ -15,6 +14,7 @@ from experiments.rollouts import sampler as sampler_lib
 from experiments.runs import collect
 from experiments.runs.collect import CollectSettings
 from experiments.tasks import curriculum
+from tests.helpers.configs import tiny_config
 
 GROUP = 16
 
@@ -40,9 +40,8 @@ def parts():
 
 
 def make(parts, **changes):
-  config = tiny.get_config().unlock()
-  config.update_from_flattened_dict(
-      {f"rollout.{name}": value for name, value in changes.items()}
+  config = tiny_config(
+      **{f"rollout.{name}": value for name, value in changes.items()}
   )
   sampler, tokenizer, task = parts
   scorer = rewards.RewardWorkers(task, workers=0)
