@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from experiments.planning import hlo_cost
+from experiments.planning import hlo_text
 
 # Instructions that only rename, view, move or cast another buffer.
 _VIEWS = (
@@ -16,7 +16,7 @@ _FLOATS = ("f16", "bf16", "f32", "f64")
 
 
 def _is_view(
-    computations: Mapping[str, hlo_cost.Computation], where: str, name: str
+    computations: Mapping[str, hlo_text.Computation], where: str, name: str
 ) -> bool:
   """Returns whether an instruction holds only values of a parameter."""
   instruction = computations[where].get(name)
@@ -54,7 +54,7 @@ def dense_buffers(
   matrices = {tuple(k[-2:]) for k in kernels}
   matrices |= {m[::-1] for m in matrices}
   text = fun.lower(*args).compile().as_text()
-  computations = hlo_cost.parse(text).computations
+  computations = hlo_text.parse(text).computations
   every = [i for body in computations.values() for i in body.values()]
   fused = {c for i in every if i.op == "fusion" for c in i.calls("calls")}
   lines = []

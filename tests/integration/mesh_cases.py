@@ -17,7 +17,7 @@ from experiments.models import decoder, load
 from experiments.models import tiny as tiny_model
 from experiments.models.config import DecoderConfig
 from experiments.parallel import sharding
-from experiments.planning import hlo_cost
+from experiments.planning import hlo_cost, hlo_text
 from experiments.rollouts import decode_steps
 from experiments.rollouts.rollout import Rollout
 from experiments.rollouts.sampling import Sampling
@@ -271,7 +271,7 @@ def collectives(optimizer, mesh):
   text = lowered.compile().as_text()
   moved = [
       (i.op.removesuffix("-start"), shape.dims)
-      for body in hlo_cost.parse(text).computations.values()
+      for body in hlo_text.parse(text).computations.values()
       for i in body.values()
       if i.op.removesuffix("-start") in hlo_cost.COLLECTIVES
       for name in i.operands

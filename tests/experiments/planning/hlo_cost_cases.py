@@ -1,4 +1,4 @@
-"""Collectives on eight simulated devices, counted; run by `hlo_test.py`."""
+"""Counts of collectives on eight simulated devices; run by `hlo_cost_test`."""
 
 import jax
 from jax import lax
@@ -33,9 +33,9 @@ def counted(fun, *shapes_and_specs):
     "collective,kind,expected",
     [
         (lambda x: lax.psum(x, "x"), "all-reduce", BYTES),
-        # The result is the larger one, ...
+        # Here the result is larger than the operand, ...
         (lambda x: lax.all_gather(x, "x"), "all-gather", N * BYTES),
-        # ... and here the operand.
+        # ... and here the operand is larger.
         (
             lambda x: lax.psum_scatter(x, "x", tiled=True),
             "reduce-scatter",
@@ -90,11 +90,11 @@ def test_a_sharded_stack_of_layers():
       ((layers, d, d), P(None, None, "x")),
       ((N * tokens, d), P("x")),
   )
-  # Forward, and towards the input and the weight; the first layer's input has
-  # a gradient too, as the loop does not know that nobody wants it.
+  # One product forward and two backward, for the input and the weight. The
+  # first layer's input gets a gradient too, although nothing uses it.
   assert found.flops == 3 * layers * 2 * tokens * d * d
-  # Each layer's kernel is gathered forward and backward; its gradient is summed
-  # over devices in whole, as CPUs do not fuse the sum with the split.
+  # Each layer's kernel is gathered forward and backward. Its whole gradient is
+  # summed over devices, because CPUs do not fuse the sum with the split.
   assert found.collective_bytes["all-gather"] == 2 * layers * d * d * 4
   reduced = {k: v for k, v in found.collective_bytes.items() if "reduce" in k}
   assert sum(reduced.values()) == pytest.approx(layers * d * d * 4, rel=0.01)
