@@ -15,7 +15,7 @@ Plan a training run with the sizes of its config, sampling included:
     --model=qwen2.5-7b --target=v5p:2x2x1
 
 The real update is compiled by the target's own compiler (XLA), which needs no
-such device. In a notebook: `planning.plan.plan(Request(model, target))`.
+such device. In a notebook: `planning.update_plan.plan(Request(model, target))`.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ import jax
 from ml_collections import config_flags
 
 from experiments import _cli
-from experiments.planning import config_plan, report, search
-from experiments.planning.plan import Plan, plan
+from experiments.planning import report, run_plan, search
 from experiments.planning.request import Request, help_of
+from experiments.planning.update_plan import Plan, plan
 from experiments.reporting import provenance
 
 _SEARCHES = {"batch": search.search_batch, "slice": search.search_slice}
@@ -72,7 +72,7 @@ def plan_model(
     The plan as plain data, with the plans that were `tried` before it.
 
   Raises:
-    ValueError, ImportError: See `plan.plan`.
+    ValueError, ImportError: See `update_plan.plan`.
   """
   tried: list[Plan] = []
   if search_for is None:
@@ -123,8 +123,8 @@ def main(names: flags.FlagValues) -> None:
     content = plan_model(_request(names), names.search, names.dump)
   else:
     _refuse_sizes(names)
-    content = config_plan.plan_config(names.config, names.model, names.target)
-    print(config_plan.summary(content))
+    content = run_plan.plan_config(names.config, names.model, names.target)
+    print(run_plan.summary(content))
   if names.out is not None:
     content = {"command": provenance.command(), **content}
     text = json.dumps(content, indent=2) + "\n"

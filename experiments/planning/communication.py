@@ -17,7 +17,7 @@ from typing import Any
 
 from absl import app, flags
 
-from experiments.planning import plan as plan_lib
+from experiments.planning import update_plan
 from experiments.planning.request import Request
 
 _MIB = 2**20
@@ -41,7 +41,7 @@ def requests(model: str, target: str, rank: int) -> list[Request]:
   ]
 
 
-def row(plan: plan_lib.Plan) -> dict[str, Any]:
+def row(plan: update_plan.Plan) -> dict[str, Any]:
   """What the table and the JSON say of one program, in bytes per device."""
   return {
       "request": dataclasses.asdict(plan.request),
@@ -84,7 +84,7 @@ def main(names: flags.FlagValues) -> None:
   out.mkdir(parents=True, exist_ok=True)
   rows = []
   for request in requests(names.model, names.target, names.rank):
-    rows.append(row(plan_lib.plan(request)))
+    rows.append(row(update_plan.plan(request)))
     print(json.dumps(rows[-1]["collective_bytes"]), flush=True)
   (out / "communication.json").write_text(json.dumps(rows, indent=2) + "\n")
   (out / "communication.md").write_text(table(rows))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from experiments.planning.plan import Plan
+from experiments.planning.update_plan import Plan
 from experiments.reporting.units import GIB
 
 

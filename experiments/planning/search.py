@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from experiments.models import architectures
 from experiments.planning import targets
-from experiments.planning.plan import Plan, plan
 from experiments.planning.request import Request, resolved
+from experiments.planning.update_plan import Plan, plan
 
 _MAX_SEQUENCES = 4096
 

@@ -5,6 +5,6 @@ May import `tasks` and what lies below it.
 """
 
 from experiments.rewards.parts import BadReward, Rewards
-from experiments.rewards.workers import RewardWorkers, Scores
+from experiments.rewards.worker_pool import RewardWorkers, Scores
 
 __all__ = ["BadReward", "RewardWorkers", "Rewards", "Scores"]

@@ -8,7 +8,7 @@ import importlib.util
 
 import pytest
 
-from experiments.planning import plan as plan_lib
+from experiments.planning import update_plan
 from experiments.planning.request import Request
 
 GIB = 2**30
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 def plan(model):
   request = Request(model, "v5p:2x2x1", rank=256, tokens=2048)
-  return plan_lib.plan(request)
+  return update_plan.plan(request)
 
 
 @pytest.mark.slow  # Two minutes.

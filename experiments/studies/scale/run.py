@@ -8,7 +8,7 @@ from typing import Any
 from absl import app, flags
 
 from experiments.benchmarks import timed_update
-from experiments.planning import plan
+from experiments.planning import update_plan
 from experiments.planning.request import Request
 from experiments.studies.scale import analysis, sweep
 
@@ -48,7 +48,7 @@ def measure_small() -> tuple[dict[str, int], list[dict[str, Any]]]:
         rank=sweep.SMALL_RANK,
         tokens=64,
     )
-    peaks[name] = plan.plan(request).peak_bytes or 0
+    peaks[name] = update_plan.plan(request).peak_bytes or 0
   rows = timed_update.time_updates(
       timed_update.parse_settings(["logra"], [sweep.SMALL_RANK]),
       timed_update.UpdateSize(),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments.benchmarks import gpu_check
-from experiments.planning import plan as plan_lib
+from experiments.planning import update_plan
 from experiments.planning.request import Request
 
 
@@ -19,4 +19,4 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def small_plan(tiny):
-  return plan_lib.plan(Request(tiny, "cpu:1", rank=8, tokens=64))
+  return update_plan.plan(Request(tiny, "cpu:1", rank=8, tokens=64))

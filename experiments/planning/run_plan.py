@@ -1,6 +1,6 @@
 """What a run of a training config needs: its update, and sampling.
 
-`planning.plan` chooses sizes and a mesh by itself; here they are the config's.
+`update_plan` chooses sizes and a mesh by itself; here they are the config's.
 Sampling means a block of decoding steps, which is compiled too, and the keys
 and values that it keeps. The two do not overlap: the cache is freed before the
 update. Reading prompts is not compiled.
@@ -22,7 +22,7 @@ from experiments.models import architectures, kv_cache, load
 from experiments.models.config import DecoderConfig
 from experiments.models.decoder import Decoder
 from experiments.parallel import platforms, sharding
-from experiments.planning import plan, targets
+from experiments.planning import targets, update_plan
 from experiments.reporting.units import GIB
 from experiments.rollouts import decode_steps, generate, sampling
 from experiments.runs import check_config
@@ -95,7 +95,7 @@ def _sampling_bytes(
   except jax.errors.JaxRuntimeError as error:
     if not str(error).startswith("RESOURCE_EXHAUSTED"):
       raise
-    needed = plan.needed_bytes(str(error))
+    needed = update_plan.needed_bytes(str(error))
     return None if needed is None else needed + beside
   return compiled_step.sizes(compiled)["peak_bytes"] + beside
 
@@ -153,7 +153,7 @@ def plan_config(
     target: A name of `targets.parse`, with as many devices as `config.mesh`.
 
   Returns:
-    `model` and `target`; the fields of `plan.Account` for the update;
+    `model` and `target`; the fields of `update_plan.Account` for the update;
     `sampling_bytes`, the peak while a rollout is sampled, with
     `rollout_cache_bytes` of it; `evaluation_cache_bytes`; `fits`, for both the
     update and sampling; and `gib`, the figures of `summary_line`.
@@ -174,7 +174,7 @@ def plan_config(
       for evaluation in (False, True)
   ]
   decode = _sampling_bytes(architecture, config, mesh, found.compiler_options)
-  account = plan.account(architecture, config, found)
+  account = update_plan.account(architecture, config, found)
   optimizer = account.arguments["optimizer"]
   peak = None if decode is None else decode + optimizer
   sizes = {

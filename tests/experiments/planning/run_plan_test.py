@@ -10,7 +10,7 @@ from experiments.benchmarks import gpu_check
 from experiments.configs import quickstart, tiny
 from experiments.models import architectures
 from experiments.parallel import sharding
-from experiments.planning import config_plan
+from experiments.planning import run_plan
 from experiments.runs import check_config
 from experiments.tasks import grammar
 from tests.helpers.paths import ROOT
@@ -71,9 +71,9 @@ def test_docstring_and_page_have_the_figures_of_the_files(name):
   assert ("Memory: not compiled yet." in docstring) == (not files)
   assert page.count(f"| {name} |") == len(files)
   for found in files:
-    line = config_plan.summary_line(found)
+    line = run_plan.summary_line(found)
     assert found["model"] == MODELS[name] and found["fits"]
-    assert f"{config_plan.HEAD}\n" in docstring
+    assert f"{run_plan.HEAD}\n" in docstring
     assert line in docstring.splitlines(), line
     cells = " | ".join(f"{value:.2f}" for value in found["gib"].values())
     assert f"| {name} | {found['target']} | {cells} |" in page
@@ -99,7 +99,7 @@ def test_what_a_cache_takes_of_a_device(mesh, devices):
   token = 2 * 28 * 2 * 128 * 4  # Keys and values in float32.
   # The slots' 5 + 3 tokens, and those again of half of them, which is more
   # than the 5 tokens of 4 prompts.
-  find = lambda evaluation: config_plan.cache_bytes(
+  find = lambda evaluation: run_plan.cache_bytes(
       architecture, config, _abstract(config), evaluation=evaluation
   )
   assert find(False) == 96 * 8 * token // devices
@@ -119,7 +119,7 @@ def test_a_measured_config(tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(gpu_check.SMALL_MODEL))
   config = tiny.get_config().unlock()
   config.kl.enabled = False  # Less to compile.
-  found = config_plan.plan_config(config, str(tmp_path), "cpu:1")
+  found = run_plan.plan_config(config, str(tmp_path), "cpu:1")
   n = architectures.n_params(architectures.architecture(tmp_path))
   assert found["arguments"]["weights"] == 4 * n
   # Weights and the cache, and little beside them.
@@ -127,7 +127,7 @@ def test_a_measured_config(tmp_path):
   kept += found["rollout_cache_bytes"]
   assert 0 < found["sampling_bytes"] - kept < 2**20
   assert found["fits"] and found["peak_bytes"] > found["argument_bytes"]
-  head, line = config_plan.HEAD, config_plan.summary_line(found)
+  head, line = run_plan.HEAD, run_plan.summary_line(found)
   assert len(head) == len(line) and line.split()[0] == "cpu:1"
 
 
@@ -135,7 +135,7 @@ def test_what_no_run_could_start_with():
   config = tiny.get_config().unlock()
   config.mesh.fsdp = 2
   with pytest.raises(ValueError, match=r"config\.mesh.*2 devices"):
-    config_plan.plan_config(config, "qwen2.5-7b", "cpu:1")
+    run_plan.plan_config(config, "qwen2.5-7b", "cpu:1")
   config.mesh.fsdp, config.rollout.temperature = 1, 0.0
   with pytest.raises(ValueError, match="temperature"):
-    config_plan.plan_config(config, "qwen2.5-7b", "cpu:1")
+    run_plan.plan_config(config, "qwen2.5-7b", "cpu:1")

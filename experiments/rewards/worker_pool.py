@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from absl import logging
 import numpy as np
 
-from experiments.rewards import parts, worker
+from experiments import _cli
+from experiments.rewards import parts, worker_process
 from experiments.tasks import base
 
 # Seconds in which a process must be ready; imports are slow on a busy machine.
@@ -31,8 +32,8 @@ _KINDS_TOLD = 20
 # `multiprocessing` would import the main program again, and with it JAX.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[3:];"
-    " from experiments.rewards import worker;"
-    " worker.main(int(sys.argv[1]), float(sys.argv[2]))"
+    " from experiments.rewards import worker_process;"
+    " worker_process.main(int(sys.argv[1]), float(sys.argv[2]))"
 )
 
 
@@ -138,7 +139,7 @@ class RewardWorkers:
         self.close()  # The processes still work on the abandoned batch.
         raise
     else:
-      answers = [worker.score(self.rewards, *item) for item in items]
+      answers = [worker_process.score(self.rewards, *item) for item in items]
     return self._collect(items, answers)
 
   def _collect(self, items, answers):
@@ -147,9 +148,9 @@ class RewardWorkers:
     values = np.zeros((len(items), len(names)), np.float64)
     counts = collections.Counter(kind for kind, _ in answers)
     for i, (kind, content) in enumerate(answers):
-      if kind == worker.VALUES:
+      if kind == worker_process.VALUES:
         values[i] = content
-      elif kind == worker.BAD:
+      elif kind == worker_process.BAD:
         raise ValueError(f"{content}, at index {i}, for {items[i][1]!r}")
       else:
         self._tell(content)
@@ -160,7 +161,7 @@ class RewardWorkers:
             for k, name in enumerate(names)
         },
         timeouts=counts[_TIMEOUT],
-        errors=counts[worker.ERROR],
+        errors=counts[worker_process.ERROR],
     )
 
   def _tell(self, problem):
@@ -267,7 +268,10 @@ class _Process:
     except (EOFError, OSError):
       self.end(seconds=1.0)
       status = self._popen.returncode
-      kind, content = worker.ERROR, f"its process ended with status {status}"
+      kind, content = (
+          worker_process.ERROR,
+          f"its process ended with status {status}",
+      )
     if not self._loaded:
       self._check_start(kind, content)
     elif kind == _TIMEOUT:
@@ -277,9 +281,9 @@ class _Process:
 
   def _check_start(self, kind, content):
     """Raises RuntimeError if the process cannot score at all."""
-    if kind != worker.READY:
+    if kind != worker_process.READY:
       self.end()
-      raise RuntimeError(
+      raise _cli.UserError(
           "a process that scores responses did not start:"
           f" {content or f'not ready after {_START_LIMIT} s'}; score with"
           " workers=0 to see where it fails"

@@ -8,8 +8,7 @@ import pytest
 
 from experiments.models import architectures
 from experiments.parallel import sharding
-from experiments.planning import plan as plan_lib
-from experiments.planning import report
+from experiments.planning import report, update_plan
 from experiments.planning.request import Request
 
 GIB = 2**30
@@ -62,8 +61,8 @@ def test_messages_of_compilers():
       "temporaries (512.5M) exceeds available HBM (15.75G)": 512.5 * 2**20,
   }
   for text, expected in messages.items():
-    assert plan_lib.needed_bytes(text) == int(expected)
-  assert plan_lib.needed_bytes("no number") is None
+    assert update_plan.needed_bytes(text) == int(expected)
+  assert update_plan.needed_bytes("no number") is None
 
 
 @pytest.mark.parametrize(
@@ -88,12 +87,12 @@ def test_messages_of_compilers():
 def test_bad_requests(tiny, change, match):
   request = Request(tiny, "cpu:1", rank=8, tokens=64)
   with pytest.raises(ValueError, match=match):
-    plan_lib.plan(dataclasses.replace(request, **change))
+    update_plan.plan(dataclasses.replace(request, **change))
 
 
 @needs_libtpu
 def test_a_small_model_on_a_tpu(tiny):
-  found = plan_lib.plan(Request(tiny, "v5e:2x2", rank=8, tokens=64))
+  found = update_plan.plan(Request(tiny, "v5e:2x2", rank=8, tokens=64))
   assert found.fits and found.n_devices == 4
   assert found.collective_bytes["all-gather"] > 0
 
@@ -106,7 +105,7 @@ def test_what_a_tpu_has_no_room_for_is_an_answer(monkeypatch, tiny):
     traced = jax.jit(lambda x: (x @ x) @ x).trace(x)
     return traced.lower(lowering_platforms=("tpu",))
 
-  monkeypatch.setattr(plan_lib.compiled_step, "lower_update", too_large)
-  found = plan_lib.plan(Request(tiny, "v5e:1x1", rank=8, tokens=64))
+  monkeypatch.setattr(update_plan.compiled_step, "lower_update", too_large)
+  found = update_plan.plan(Request(tiny, "v5e:1x1", rank=8, tokens=64))
   assert not found.fits and found.peak_bytes >= 128 * GIB
   assert "RESOURCE_EXHAUSTED" in report.plan_table(found).splitlines()[-1]
