@@ -1,4 +1,4 @@
-"""Chats in, texts out: what stands between a task and a sampler."""
+"""Conversions between a task's chats and texts and a sampler's tokens."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from experiments.rollouts.rollout import Rollout
 def encode_prompts(
     tokenizer: Tokenizer, examples: Sequence[tasks.Example]
 ) -> list[list[int]]:
-  """Token ids of each example's prompt, rendered with the chat template."""
+  """Renders each prompt with the chat template and returns its token ids."""
   return [
       tokenizer.encode(tokenizer.apply_chat(example.prompt))
       for example in examples
@@ -20,7 +20,7 @@ def encode_prompts(
 
 
 def decode_completions(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
-  """The text of each row's generated tokens, special tokens left out."""
+  """Returns the text of each response, without special tokens."""
   tokens = np.asarray(rollout.tokens)
   mask = np.asarray(rollout.completion_mask)
   return [
@@ -34,7 +34,16 @@ def pair(
     examples: Sequence[tasks.Example],
     rollout: Rollout,
 ) -> tuple[list[tasks.Example], list[str]]:
-  """Each response's example, and its text; those of an example are adjacent."""
+  """Pairs each response with its example.
+
+  Args:
+    tokenizer: The tokenizer of the model.
+    examples: N examples.
+    rollout: B = N * n responses, n adjacent ones to each example.
+
+  Returns:
+    For each of the B responses its example, and its text.
+  """
   completions = decode_completions(tokenizer, rollout)
   n = len(completions) // len(examples)
   return [example for example in examples for _ in range(n)], completions

@@ -1,15 +1,17 @@
-"""The programs that decode: read prompts, begin, decode a block, move.
+"""The compiled programs of decoding: read prompts, begin, decode, move.
 
-`rollout` decides on the host which response is in which slot.
+`generate` runs them, and decides on the host which response is in which slot.
 
 Axis letters: N prompts, B responses, P padded prompt tokens, C new tokens,
-R = C - 1 tokens of a response that are ever read, S slots, K steps of a block,
-V vocabulary.
+R = C - 1 tokens of a response that are read back, S slots, K steps of a block,
+D features, V vocabulary.
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import chex
 from flax import struct
 import jax
 from jax import lax
@@ -17,42 +19,47 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from experiments.models import kv_cache
+from experiments.models.config import DecoderConfig
 from experiments.models.decoder import Decoder
 from experiments.models.kv_cache import Cache
 from experiments.parallel.sharding import constrain
 from experiments.rollouts import sampling as sampling_lib
 from experiments.rollouts.sampling import Sampling
 
-# Steps of a block, after which the host looks what has ended.
+# Steps in a block, after which the host checks which responses have ended.
 STEPS = 64
-# Slots are halved so often at most, and not to fewer than this: another
-# compiled program would cost more.
+# Slots are halved at most three times and not below eight: beyond that,
+# compiling another program costs more than it saves.
 HALVINGS, LEAST = 3, 8
+
+# What a program reports to the host; see `decode`.
+Record = dict[str, jax.Array]
 
 
 class Options(NamedTuple):
-  """What is compiled into the programs.
+  """Static options, compiled into the programs.
 
   Attributes:
-    sampling: limits and truncation; of the temperature only whether it is 0.
-    eos_ids: tokens that end a response.
+    sampling: Limits and truncation. Of the temperature, only whether it is 0
+      matters; `DecodeInputs` holds the value.
+    eos_ids: Tokens that end a response.
   """
 
   sampling: Sampling
   eos_ids: tuple[int, ...]
 
 
-class Sampler(NamedTuple):
-  """What the programs are given and do not change.
+class DecodeInputs(NamedTuple):
+  """Inputs that stay the same for a whole rollout.
 
   Attributes:
-    params: parameter tree of the model.
-    key: a `jax.random` key, of the rollout.
+    params: Parameters of the model.
+    key: The `jax.random` key of the rollout.
     temperature: float32 scalar.
-    stops: `[states, V]` int16, a `StopTable`'s, or None.
+    stops: `[states, V]` int16, the table of a `StopTable`, or None.
   """
 
-  params: Any
+  params: chex.ArrayTree
   key: jax.Array
   temperature: jax.Array
   stops: jax.Array | None
@@ -60,22 +67,23 @@ class Sampler(NamedTuple):
 
 @struct.dataclass
 class Slots:
-  """What is being decoded.
+  """The responses being decoded.
 
-  A new token's keys and values go to the same place of the cache in all rows,
-  one after the other in a circle of R behind the prompt: in what order a row's
-  tokens lie does not matter, since a key was rotated by its position. So a row
-  may begin at any time, and a write is one slice.
+  In every step, all slots write their keys and values to the same index of the
+  cache, in a ring buffer of R tokens after the prompt. The order of a
+  response's tokens in the cache does not matter, because keys are already
+  rotated by their positions. A response can therefore begin at any step, and a
+  write is a single slice.
 
   Attributes:
-    cache: of P + R tokens.
+    cache: Keys and values of P + R tokens.
     prompt_valid: `[S, P]` bool, False at padding.
-    rows: `[S]` int32, number of the response.
-    steps: `[S]` int32, tokens it has.
+    rows: `[S]` int32, index of the response.
+    steps: `[S]` int32, number of tokens it has.
     tokens: `[S]` int32, its last token.
-    states: `[S]` int32, how much of a stop string it ends in.
-    alive: `[S]` bool, whether it goes on.
-    finished: `[S]` bool, whether it ended otherwise than by the limit.
+    states: `[S]` int32, state of the stop table, 0 without stop strings.
+    alive: `[S]` bool, whether it continues.
+    finished: `[S]` bool, whether it ended before the length limit.
   """
 
   cache: Cache
@@ -90,24 +98,29 @@ class Slots:
 
 @struct.dataclass
 class Pool:
-  """Prompts that were read: their cache, and last features `[N, D]`."""
+  """Prompts that have been read.
+
+  Attributes:
+    cache: Keys and values of N prompts.
+    hidden: `[N, D]`, features at the last prompt token.
+  """
 
   cache: Cache
   hidden: jax.Array
 
 
 def least_slots(slots: int) -> int:
-  """The fewest slots that `slots` are halved to."""
+  """Returns the smallest number of slots that `slots` is halved to."""
   return max(LEAST, slots >> HALVINGS)
 
 
-def circle(max_new_tokens: int) -> int:
-  """Tokens of a response that are read again, R: all but the last."""
+def ring_size(max_new_tokens: int) -> int:
+  """Returns R, how many tokens are read back: all but the last."""
   return max(max_new_tokens - 1, 1)
 
 
-def _split(cache):
-  """The cache, split over responses and heads."""
+def _split(cache: Cache) -> Cache:
+  """Shards the cache over responses and heads."""
 
   def one(x):
     names = (None, "batch", "heads", None, None)[: x.ndim]
@@ -119,12 +132,12 @@ def _split(cache):
 @functools.partial(jax.jit, static_argnames=("model", "cache_dtype"))
 def read_prompts(
     model: Decoder,
-    params: Any,
+    params: chex.ArrayTree,
     tokens: jax.Array,
     valid: jax.Array,
     cache_dtype: DTypeLike,
 ) -> Pool:
-  """Reads prompts `[N, P]`, padded on the left."""
+  """Reads prompts `[N, P]`, padded on the left (`valid` is False there)."""
   n, length = tokens.shape
   cache = kv_cache.init_cache(model.config, n, length, cache_dtype)
   positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
@@ -139,10 +152,14 @@ def read_prompts(
     static_argnames=("config", "slots", "prompt", "max_new_tokens", "dtype"),
 )
 def empty(
-    config: Any, slots: int, prompt: int, max_new_tokens: int, dtype: DTypeLike
+    config: DecoderConfig,
+    slots: int,
+    prompt: int,
+    max_new_tokens: int,
+    dtype: DTypeLike,
 ) -> Slots:
-  """Slots in which nothing is alive."""
-  length = prompt + circle(max_new_tokens)
+  """Returns S empty slots, for prompts of P and responses of C tokens."""
+  length = prompt + ring_size(max_new_tokens)
   number = lambda: jnp.zeros(slots, jnp.int32)
   return Slots(
       cache=_split(kv_cache.init_cache(config, slots, length, dtype)),
@@ -162,26 +179,26 @@ def empty(
 def begin(
     model: Decoder,
     options: Options,
-    sampler: Sampler,
+    inputs: DecodeInputs,
     slots: Slots,
     pool: Pool,
     fresh: jax.Array,
     source: jax.Array,
     rows: jax.Array,
     prompt_valid: jax.Array,
-) -> tuple[Slots, dict[str, jax.Array]]:
-  """Gives slots to responses, and samples the first token of each.
+) -> tuple[Slots, Record]:
+  """Starts responses in free slots and samples the first token of each.
 
   Args:
-    model: the decoder.
-    options: see `Options`.
-    sampler: see `Sampler`.
-    slots: before.
-    pool: prompts that were read.
-    fresh: `[S]` bool, which slots are given away.
-    source: `[S]` int32, each one's prompt in the pool.
-    rows: `[S]` int32, number of the response.
-    prompt_valid: `[S, P]` bool, of the prompt.
+    model: The decoder.
+    options: See `Options`.
+    inputs: See `DecodeInputs`.
+    slots: The slots; donated.
+    pool: Prompts that have been read.
+    fresh: `[S]` bool, the slots in which a response starts.
+    source: `[S]` int32, index of its prompt in the pool.
+    rows: `[S]` int32, index of the response.
+    prompt_valid: `[S, P]` bool, False at the prompt's padding.
 
   Returns:
     The slots, and the record of one step (see `decode`).
@@ -191,7 +208,7 @@ def begin(
     return jnp.where(fresh.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
   def copy(layer, cache):
-    # One layer after the other: a copy of all prompts is never in memory.
+    # Copy layer by layer, so that no copy of all layers is ever in memory.
     def one(to, prompts):
       start = (layer,) + (0,) * (to.ndim - 1)
       sizes = (1, to.shape[1], *prompts.shape[2:])
@@ -214,9 +231,9 @@ def begin(
       finished=slots.finished & ~fresh,
   )
   hidden = jnp.take(pool.hidden, source, axis=0)
-  slots, column = _sample(model, options, sampler, slots, hidden, fresh)
+  slots, column = _sample(model, options, inputs, slots, hidden, fresh)
   record = {name: x[None] for name, x in column.items()}
-  return slots, _whole(record, slots)
+  return slots, _replicated(record, slots)
 
 
 @functools.partial(
@@ -225,25 +242,26 @@ def begin(
 def decode(
     model: Decoder,
     options: Options,
-    sampler: Sampler,
+    inputs: DecodeInputs,
     slots: Slots,
     index: jax.Array,
     floor: jax.Array,
-) -> tuple[Slots, dict[str, jax.Array]]:
-  """Decodes a block: until few are alive, at most `STEPS` tokens each.
+) -> tuple[Slots, Record]:
+  """Decodes a block: at most `STEPS` tokens, or until few slots are alive.
 
   Args:
-    model: the decoder.
-    options: see `Options`.
-    sampler: see `Sampler`.
-    slots: before; at least one is alive.
-    index: int32 scalar, place in the circle of the next write.
-    floor: int32 scalar; the block ends when no more than that are alive.
+    model: The decoder.
+    options: See `Options`.
+    inputs: See `DecodeInputs`.
+    slots: The slots, at least one of them alive; donated.
+    index: int32 scalar, index of the next write in the ring buffer.
+    floor: int32 scalar; the block ends when at most this many slots are alive.
 
   Returns:
-    The slots, and a record, whole on every device: `tokens`, `log_probs` and
-    `mask` `[K, S]` of the steps, mask True where a token was drawn; `alive` and
-    `finished` `[S]`; `steps` scalar, how many of K were done.
+    The slots, and a record that is replicated on every device: `tokens`,
+    `log_probs` and `mask`, each `[K, S]`, with the mask True where a token was
+    drawn; `alive` and `finished`, each `[S]`; and `steps`, a scalar, how many
+    of the K steps were taken.
   """
   prompt = slots.prompt_valid.shape[1]
   size = slots.cache.length - prompt
@@ -255,11 +273,11 @@ def decode(
     place = (index + i) % size
     age = (place - jnp.arange(size)) % size
     own = age[None] < slots.steps[:, None]
-    # A row that has ended sees nothing: what only it would see is not read.
+    # Ended rows see nothing: attention reads only what some row sees.
     mask = jnp.concatenate([slots.prompt_valid, own], axis=1)
     mask = (mask & slots.alive[:, None])[:, None]
     hidden, cache = model.apply(
-        {"params": sampler.params},
+        {"params": inputs.params},
         slots.tokens[:, None],
         (lengths + slots.steps - 1)[:, None],
         mask,
@@ -267,9 +285,9 @@ def decode(
         prompt + place,
         method="decode_masked",
     )
-    slots = slots.replace(cache=cache)
+    slots = dataclasses.replace(slots, cache=cache)
     slots, column = _sample(
-        model, options, sampler, slots, hidden[:, 0], slots.alive
+        model, options, inputs, slots, hidden[:, 0], slots.alive
     )
     record = {
         name: lax.dynamic_update_slice(record[name], x[None], (i, 0))
@@ -291,43 +309,51 @@ def decode(
   i, slots, record = lax.while_loop(
       proceed, step, (jnp.int32(0), slots, record)
   )
-  return slots, _whole(record | {"steps": i}, slots)
+  return slots, _replicated(record | {"steps": i}, slots)
 
 
-def _whole(record, slots):
-  """The record and what the host must know of the slots, on every device."""
+def _replicated(record: Record, slots: Slots) -> Record:
+  """Adds what the host reads of the slots; replicates all of it."""
   record = record | {"alive": slots.alive, "finished": slots.finished}
   return {k: constrain(x, *(None,) * x.ndim) for k, x in record.items()}
 
 
-def _sample(model, options, sampler, slots, hidden, acting):
-  """Draws a token in the slots `acting` `[S]`, from features `[S, D]`."""
+def _sample(
+    model: Decoder,
+    options: Options,
+    inputs: DecodeInputs,
+    slots: Slots,
+    hidden: jax.Array,
+    acting: jax.Array,
+) -> tuple[Slots, Record]:
+  """Draws a token from features `[S, D]` in the slots where `acting` `[S]`."""
   sampling = options.sampling
-  logits = model.apply({"params": sampler.params}, hidden, method="head")
+  logits = model.apply({"params": inputs.params}, hidden, method="head")
   logits = sampling_lib.warp(
       logits,
       sampling,
       eos_ids=options.eos_ids,
       step=slots.steps,
-      temperature=sampler.temperature,
+      temperature=inputs.temperature,
   )
   if sampling.greedy:
     tokens = sampling_lib.likeliest(logits)
     log_probs = jnp.zeros(tokens.shape, jnp.float32)
   else:
-    keys = sampling_lib.row_keys(sampler.key, slots.rows, slots.steps)
+    keys = sampling_lib.row_keys(inputs.key, slots.rows, slots.steps)
     tokens, log_probs = sampling_lib.draw(logits, keys)
   ended = jnp.isin(tokens, jnp.asarray(options.eos_ids, jnp.int32))
   states = slots.states
-  if sampler.stops is not None:
-    states = sampler.stops[states, tokens].astype(jnp.int32)
-    found = states == sampler.stops.shape[0] - 1
+  if inputs.stops is not None:
+    states = inputs.stops[states, tokens].astype(jnp.int32)
+    complete = states == inputs.stops.shape[0] - 1
     early = slots.steps < sampling.min_new_tokens
-    ended |= found & ~early
-    states = jnp.where(found & early, 0, states)
+    ended |= complete & ~early
+    states = jnp.where(complete & early, 0, states)
   steps = slots.steps + acting
   ended &= acting
-  slots = slots.replace(
+  slots = dataclasses.replace(
+      slots,
       tokens=jnp.where(acting, tokens, slots.tokens),
       states=jnp.where(acting, states, slots.states),
       steps=steps,
@@ -346,7 +372,7 @@ def _sample(model, options, sampler, slots, hidden, acting):
 
 @jax.jit
 def move(slots: Slots, kept: jax.Array) -> Slots:
-  """The slots `kept` (int32, fewer than S) alone."""
+  """Returns only the slots with indices `kept`, int32, fewer than S."""
   take = lambda x: jnp.take(x, kept, axis=0)
   moved = {name: take(x) for name, x in vars(slots).items() if name != "cache"}
   cache = jax.tree.map(lambda x: jnp.take(x, kept, axis=1), slots.cache)

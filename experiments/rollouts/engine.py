@@ -1,4 +1,4 @@
-"""The engine that samples a run's responses: this process, or a server."""
+"""Chooses what samples a run's responses: this process, or a server."""
 
 import dataclasses
 import pathlib
@@ -62,15 +62,15 @@ def make_sampler(
     tokenizer: Tokenizer,
     workdir: pathlib.Path,
 ) -> sampler_lib.Sampler:
-  """The sampler of a run.
+  """Creates the sampler of a run.
 
   Args:
     settings: Where to sample.
     model: The policy.
-    params: Its parameters.
-    tokenizer: The model's tokenizer.
-    workdir: Directory of the run; a server loads new weights from
-      `workdir/served`.
+    params: The parameters of `model`.
+    tokenizer: The tokenizer of the model.
+    workdir: Directory of the run. With `server_sync`, the server loads new
+      weights from `workdir/served`.
   """
   if not settings.server:
     return local_sampler(settings, model, params, tokenizer)
@@ -94,7 +94,7 @@ def local_sampler(
     params: chex.ArrayTree,
     tokenizer: Tokenizer,
 ) -> sampler_lib.LocalSampler:
-  """Samples in this process, in the KV cache of the settings."""
+  """Creates a sampler in this process, with the settings' cache and slots."""
   return sampler_lib.LocalSampler(
       model,
       params,

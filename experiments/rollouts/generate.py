@@ -1,22 +1,22 @@
-"""Sampling responses: prefill, then a decode loop with a KV cache.
+"""Samples responses with a KV cache.
 
-Decoding does not wait for the longest response. A number of slots decode
-together, in blocks of steps; between blocks the host gives the slots of ended
-responses to the next ones, and when none are left it moves the rest to half as
-many slots.
+Decoding does not wait for the longest response. A fixed number of slots decode
+together, in blocks of steps. Between blocks, the host starts waiting responses
+in the slots of those that have ended; when none are waiting, it moves the rest
+to half as many slots.
 
 Axis letters: N prompts, B responses, P padded prompt tokens, C new tokens,
 T = P + C, S slots, K steps of a block, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 import numpy as np
 
 from experiments.models import decoder, kv_cache
@@ -34,14 +34,14 @@ def pad_prompts(
 
   Args:
     prompts: N lists of token ids.
-    length: padded length in tokens, P.
-    pad_id: what to pad with.
+    length: Padded length in tokens, P.
+    pad_id: The padding token.
 
   Returns:
-    Tokens `[N, P]` int32, and which of them are not padding, `[N, P]` bool.
+    Tokens `[N, P]` int32, and a mask `[N, P]` bool, False at padding.
 
   Raises:
-    ValueError: if there is no prompt, or one is empty or longer than `length`.
+    ValueError: If there is no prompt, or one is empty or longer than `length`.
   """
   if not prompts:
     raise ValueError("prompts must hold at least one prompt, got none")
@@ -60,9 +60,9 @@ def pad_prompts(
 
 def generate(
     model: decoder.Decoder,
-    params: Any,
-    prompt_tokens: jax.Array,
-    prompt_valid: jax.Array,
+    params: chex.ArrayTree,
+    prompt_tokens: ArrayLike,
+    prompt_valid: ArrayLike,
     key: jax.Array,
     *,
     sampling: Sampling,
@@ -75,46 +75,46 @@ def generate(
 ) -> Rollout:
   """Samples `group_size` responses to each prompt.
 
-  A prompt is read once for all its responses. A response depends on the
-  weights, its prompt, the key and its own number, and on nothing else: not on
-  `slots` and not on the responses beside it (but for the rounding of sums).
+  A prompt is read once for all its responses. A response depends only on the
+  weights, its prompt, the key and its index in the rollout, not on `slots` or
+  on the other responses (except for the rounding of sums).
 
   Args:
-    model: the decoder; its parameters are `params`.
-    params: parameter tree.
+    model: The decoder.
+    params: The parameters of `model`.
     prompt_tokens: `[N, P]` int32, padded on the left (see `pad_prompts`).
     prompt_valid: `[N, P]` bool, False at padding.
-    key: a `jax.random` key. The same key gives the same rollout.
-    sampling: limits, temperature, truncation and stop strings.
-    eos_ids: token ids that end a response; may be empty.
-    pad_id: token after the end of a response.
-    group_size: responses per prompt.
-    slots: responses decoded at once, S; 0 means all. `memory_bytes` states
-      what their cache takes.
-    cache_dtype: of keys and values, a float or `'int8'`; None means the
-      model's compute dtype.
-    stop_table: of `stop_strings.make_stop_table(tokenizer, sampling.stop)`;
-      needed where there are stop strings.
+    key: A `jax.random` key. The same key gives the same rollout.
+    sampling: Limits, temperature, truncation and stop strings.
+    eos_ids: Token ids that end a response; may be empty.
+    pad_id: Token that fills a row after the end of its response.
+    group_size: Number of responses to each prompt.
+    slots: Most responses decoded at once, S; 0 means all. `memory_bytes` tells
+      how much memory their cache takes.
+    cache_dtype: Dtype of keys and values, a float dtype or `'int8'`; None means
+      the model's compute dtype.
+    stop_table: The result of `stop_strings.make_stop_table` for
+      `sampling.stop`; required if there are stop strings.
 
   Returns:
-    A `Rollout` of B = N * group_size responses, whole in every process; those
-    of a prompt are adjacent.
+    A `Rollout` of B = N * group_size responses, replicated in every process.
+    Responses to the same prompt are adjacent.
 
   Raises:
-    ValueError: if the prompts leave no room for `max_new_tokens` in the
-      model's context, `group_size` or `slots` is out of range, stop strings
-      have no table, or the cache's dtype is neither a float nor int8.
+    ValueError: If the prompts leave no room for `max_new_tokens` in the model's
+      context, `group_size` or `slots` is out of range, stop strings have no
+      table, or `cache_dtype` is neither a float dtype nor int8.
   """
   tokens = np.asarray(prompt_tokens, np.int32)
   valid = np.asarray(prompt_valid, bool)
   _check(model.config, tokens, sampling, eos_ids, group_size, slots, stop_table)
   responses = tokens.shape[0] * group_size
   stop_table = stop_table if sampling.stop else None
-  # Temperature is traced: another does not compile again.
+  # The temperature is traced, so that changing it does not compile again.
   compiled = dataclasses.replace(
       sampling, temperature=float(not sampling.greedy), stop=()
   )
-  sampler = decode_steps.Sampler(
+  inputs = decode_steps.DecodeInputs(
       params=params,
       key=key,
       temperature=jnp.float32(sampling.temperature),
@@ -126,12 +126,20 @@ def generate(
   slots = min(slots or responses, responses)
   dtype = jnp.dtype(model.config.dtype if cache_dtype is None else cache_dtype)
   schedule = _Schedule(responses, slots, sampling.max_new_tokens)
-  _run(model, options, sampler, schedule, tokens, valid, group_size, dtype.name)
+  _run(model, options, inputs, schedule, tokens, valid, group_size, dtype.name)
   return schedule.rollout(tokens, valid, group_size, int(pad_id))
 
 
-def _check(config, tokens, sampling, eos_ids, group_size, slots, stop_table):
-  """Raises the errors of `generate`."""
+def _check(
+    config: DecoderConfig,
+    tokens: np.ndarray,
+    sampling: Sampling,
+    eos_ids: Sequence[int],
+    group_size: int,
+    slots: int,
+    stop_table: StopTable | None,
+) -> None:
+  """Checks the arguments of `generate`."""
   for name, value, least in (
       ("group_size", group_size, 1),
       ("slots", slots, 0),
@@ -144,8 +152,8 @@ def _check(config, tokens, sampling, eos_ids, group_size, slots, stop_table):
   if length + new > config.max_length:
     raise ValueError(
         f"prompts padded to {length} tokens and max_new_tokens="
-        f"{new} exceed the context of {config.max_length} tokens: prompts may "
-        f"have at most {config.max_length - new}"
+        f"{new} exceed the context of {config.max_length} tokens: prompts may"
+        f" have at most {config.max_length - new}"
     )
   if sampling.min_new_tokens and set(range(config.vocab_size)) <= set(eos_ids):
     raise ValueError(
@@ -169,41 +177,46 @@ def memory_bytes(
     slots: int = 0,
     cache_dtype: DTypeLike | None = None,
 ) -> int:
-  """Bytes of keys and values that `generate` keeps, on all devices together.
+  """Returns the peak size of the KV caches of `generate`, in bytes.
 
-  The slots' cache of P + C - 1 tokens (the last one is never read), and that
-  of the prompts that its responses begin with. When the responses left move to
-  half the slots, both caches exist for a moment, but the prompts' no more.
+  That is the cache of the slots, with P + C - 1 tokens each (the last token is
+  never read back), plus the cache of the prompts that fill them. When the
+  remaining responses move to half as many slots, the old and the new cache
+  exist together, but the prompts' cache is gone by then.
 
   Args:
-    config: of the model.
-    prompts: number of prompts, N.
-    group_size: responses per prompt.
-    prompt_tokens: padded length of a prompt, P.
-    max_new_tokens: limit of a response, C.
-    slots: responses decoded at once; 0 means all.
-    cache_dtype: as for `generate`.
+    config: Configuration of the model.
+    prompts: Number of prompts, N.
+    group_size: Number of responses to each prompt.
+    prompt_tokens: Padded length of a prompt, P.
+    max_new_tokens: Longest response, C.
+    slots: Most responses decoded at once; 0 means all.
+    cache_dtype: See `generate`.
+
+  Returns:
+    Bytes, summed over all devices.
   """
   slots = min(slots or prompts * group_size, prompts * group_size)
   of = functools.partial(kv_cache.cache_bytes, config, dtype=cache_dtype)
-  whole = of(slots, prompt_tokens + decode_steps.circle(max_new_tokens))
+  whole = of(slots, prompt_tokens + decode_steps.ring_size(max_new_tokens))
   halves = slots // 2 if slots // 2 >= decode_steps.least_slots(slots) else 0
-  moved = of(halves, prompt_tokens + decode_steps.circle(max_new_tokens))
+  moved = of(halves, prompt_tokens + decode_steps.ring_size(max_new_tokens))
   return whole + max(of(_chunk(slots, group_size), prompt_tokens), moved)
 
 
-def _chunk(slots, group_size):
-  """Prompts that are read at once: those of as many responses as slots."""
+def _chunk(slots: int, group_size: int) -> int:
+  """Number of prompts read at once: enough to fill all slots."""
   return -(-slots // group_size)
 
 
 class _Schedule:
-  """What the host knows: which response is in which slot, and what it is.
+  """The host's record of a rollout: the slots and all responses so far.
 
   Attributes:
-    waiting: the next response to begin; `total` when all have.
-    rows: `[S]` int32, the response in each slot.
-    alive: `[S]` bool, whether it goes on.
+    total: Number of responses, B.
+    waiting: Index of the next response to start; `total` when all have started.
+    rows: `[S]` int32, index of the response in each slot.
+    alive: `[S]` bool, whether that response continues.
   """
 
   def __init__(self, total: int, slots: int, max_new_tokens: int):
@@ -218,7 +231,11 @@ class _Schedule:
     self._finished = np.zeros(total, bool)
 
   def assign(self, limit: int) -> np.ndarray:
-    """Gives free slots to responses before `limit`; which slots `[S]` bool."""
+    """Assigns waiting responses below `limit` to free slots.
+
+    Returns:
+      `[S]` bool, the slots in which a response starts.
+    """
     free = np.flatnonzero(~self.alive)[: limit - self.waiting]
     self.rows[free] = self.waiting + np.arange(len(free))
     self.waiting += len(free)
@@ -226,22 +243,26 @@ class _Schedule:
     fresh[free] = True
     return fresh
 
-  def record(self, found: dict[str, np.ndarray]) -> None:
-    """Takes in what the programs of `decoding` report."""
-    mask = found["mask"]
-    # A row's tokens are the first of a block: none follows its end.
+  def add(self, record: Mapping[str, np.ndarray]) -> None:
+    """Adds the record of a block, as `decode_steps.decode` returns it."""
+    mask = record["mask"]
+    # A slot's tokens come first in the block: nothing follows its end.
     step, slot = np.nonzero(mask)
     row = self.rows[slot]
     place = self._lengths[row] + step
-    self._tokens[row, place] = found["tokens"][step, slot]
-    self._log_probs[row, place] = found["log_probs"][step, slot]
+    self._tokens[row, place] = record["tokens"][step, slot]
+    self._log_probs[row, place] = record["log_probs"][step, slot]
     acted = mask.any(axis=0)
     self._lengths[self.rows[acted]] += mask.sum(axis=0)[acted]
-    self._finished[self.rows[acted]] = found["finished"][acted]
-    self.alive = found["alive"].copy()
+    self._finished[self.rows[acted]] = record["finished"][acted]
+    self.alive = record["alive"].copy()
 
   def halve(self) -> np.ndarray | None:
-    """The slots `[S / 2]` to move to where half are enough, or None."""
+    """Keeps half of the slots if that is enough.
+
+    Returns:
+      `[S / 2]` int32, indices of the slots kept; None if all are needed.
+    """
     half = len(self.rows) // 2
     if (
         self.waiting < self.total
@@ -254,10 +275,10 @@ class _Schedule:
     return kept
 
   def floor(self) -> int:
-    """How many may be alive for a block to end before its last step."""
+    """A block ends early once at most this many slots are alive."""
     slots = len(self.rows)
     if self.waiting < self.total:
-      # To begin in each free slot at once would cost a pause each.
+      # Refilling every free slot at once would interrupt decoding too often.
       return slots - max(slots // 8, 1)
     half = slots // 2
     return half if half >= self._least and self.alive.sum() > half else 0
@@ -269,7 +290,7 @@ class _Schedule:
       group_size: int,
       pad_id: int,
   ) -> Rollout:
-    """The record, behind its prompts `[N, P]`."""
+    """Returns all responses, each after its prompt from `tokens [N, P]`."""
     mask = np.arange(self._tokens.shape[1]) < self._lengths[:, None]
     repeat = lambda x: np.repeat(x, group_size, axis=0)
     join = lambda left, right: jnp.asarray(np.concatenate([left, right], 1))
@@ -283,23 +304,33 @@ class _Schedule:
     )
 
 
-def _run(model, options, sampler, schedule, tokens, valid, group_size, dtype):
+def _run(
+    model: decoder.Decoder,
+    options: decode_steps.Options,
+    inputs: decode_steps.DecodeInputs,
+    schedule: _Schedule,
+    tokens: np.ndarray,
+    valid: np.ndarray,
+    group_size: int,
+    dtype: str,
+) -> None:
   """Decodes all responses to prompts `[N, P]` into the schedule."""
   n_slots, max_new_tokens = len(schedule.rows), options.sampling.max_new_tokens
   slots = decode_steps.empty(
       model.config, n_slots, tokens.shape[1], max_new_tokens, dtype
   )
-  size = decode_steps.circle(max_new_tokens)
+  size = decode_steps.ring_size(max_new_tokens)
   chunk = _chunk(n_slots, group_size)
-  index, first, last, pool = 0, 0, 0, None  # Prompts `first ... last - 1`.
+  # The pool holds prompts `first ... last - 1`.
+  index, first, last, pool = 0, 0, 0, None
   while True:
     while schedule.waiting < schedule.total and not schedule.alive.all():
       if schedule.waiting >= last * group_size:
-        pool = None  # Before there is another.
-        # All chunks are of one shape: the last prompt fills up.
+        pool = None  # Free it before the next one is made.
+        # Repeat the last prompt so that all chunks have the same shape.
         read = np.minimum(last + np.arange(chunk), len(tokens) - 1)
         pool = decode_steps.read_prompts(
-            model, sampler.params, tokens[read], valid[read], dtype
+            model, inputs.params, tokens[read], valid[read], dtype
         )
         first, last = last, min(last + chunk, len(tokens))
       fresh = schedule.assign(last * group_size)
@@ -307,7 +338,7 @@ def _run(model, options, sampler, schedule, tokens, valid, group_size, dtype):
       slots, record = decode_steps.begin(
           model,
           options,
-          sampler,
+          inputs,
           slots,
           pool,
           fresh,
@@ -315,7 +346,7 @@ def _run(model, options, sampler, schedule, tokens, valid, group_size, dtype):
           schedule.rows,
           valid[prompts],
       )
-      schedule.record(jax.device_get(record))
+      schedule.add(jax.device_get(record))
     if not schedule.alive.any():
       return
     if schedule.waiting == schedule.total:
@@ -325,11 +356,11 @@ def _run(model, options, sampler, schedule, tokens, valid, group_size, dtype):
     slots, record = decode_steps.decode(
         model,
         options,
-        sampler,
+        inputs,
         slots,
         np.int32(index),
         np.int32(schedule.floor()),
     )
     record = jax.device_get(record)
     index = (index + int(record["steps"])) % size
-    schedule.record(record)
+    schedule.add(record)

@@ -1,12 +1,13 @@
-"""Samples from an OpenAI-compatible completion server, such as vLLM's.
+"""Samples from an OpenAI-compatible completion server, such as vLLM.
 
-The server must take prompts as token ids and return token ids and log-probs.
-vLLM (0.10.2 and later) does, when started with
+The server must accept prompts as token ids and return token ids and log-probs.
+`python -m experiments.serve` does, and so does vLLM (0.10.2 and later) if it is
+started with
 
   vllm serve HF_DIR --logprobs-mode processed_logprobs
 
-without which its log-probs are not those of the temperature and truncation that
-it samples with. `python -m experiments.serve` does as well.
+Without this flag, its log-probs ignore the temperature and truncation that it
+samples with.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,11 @@ import http.client
 import json
 import pathlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 import urllib.error
 import urllib.request
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,19 +32,25 @@ from experiments.rollouts import generate as generate_lib
 from experiments.rollouts.rollout import Rollout
 from experiments.rollouts.sampling import Sampling
 
-PyTree = Any
-
-# Failures of a server that may pass: too many requests, and its own.
-_PASSING = (408, 429, 500, 502, 503, 504)
+# HTTP codes of temporary failures: timeouts, too many requests, server errors.
+_TEMPORARY = (408, 429, 500, 502, 503, 504)
 _TOKEN_ID = "token_id:"
 
 
-class OpenAISampler:
-  """A `Sampler` whose engine is a server; see the module's text.
+class _Response(NamedTuple):
+  """One response of a server."""
 
-  A prompt's responses are one request; several requests wait at a time. The
-  server keeps its weights unless `sync` hands it new ones: how far it then lags
-  behind shows in the log-probs of its responses.
+  ids: list[int]
+  log_probs: list[float]
+  finished: bool
+
+
+class OpenAISampler:
+  """A `Sampler` that asks a completion server; see the module docstring.
+
+  Each prompt is one request for all its responses, and several requests run at
+  a time. The server keeps its weights unless `sync` gives it new ones; the
+  log-probs of its responses then show how far it lags behind.
   """
 
   def __init__(
@@ -52,41 +60,43 @@ class OpenAISampler:
       tokenizer: Tokenizer,
       *,
       max_prompt_tokens: int,
-      sync: Callable[[PyTree, int], None] | None = None,
+      sync: Callable[[chex.ArrayTree, int], None] | None = None,
       concurrency: int = 32,
       timeout: float = 600.0,
       tries: int = 5,
       backoff: float = 0.5,
   ):
-    """Asks the server for its models.
+    """Connects to a server and checks that it serves the model.
 
     Args:
-      url: `http://host:port`.
-      model: the name that the server gives the model; None takes the only one.
-      tokenizer: the model's; the server's must have the same ids.
-      max_prompt_tokens: longest prompt.
-      sync: called with the parameters and the number of updates by
-        `update_weights`, for example what `sync_by_directory` returns.
-      concurrency: requests that wait at a time.
-      timeout: seconds that one request may take.
-      tries: of each request, at least 1; a passing failure is tried again.
-      backoff: seconds before the second try, doubled before each further one.
+      url: The server's address, `http://host:port`.
+      model: The model's name on the server; None takes the only one.
+      tokenizer: The tokenizer of the model; the server's must have the same
+        ids.
+      max_prompt_tokens: Longest prompt allowed, in tokens.
+      sync: Called by `update_weights` with the parameters and the number of
+        updates; for example the result of `sync_by_directory`.
+      concurrency: Number of requests that run at a time.
+      timeout: Most seconds that one request may take.
+      tries: How often a request is tried, at least once; only temporary
+        failures are tried again.
+      backoff: Seconds before the second try; doubled before each further one.
 
     Raises:
-      ConnectionError: no server answers.
-      ValueError: an argument is out of range, or the server does not know the
-        model; lists those that it knows.
+      ConnectionError: If no server answers.
+      ValueError: If an argument is out of range or the server does not serve
+        the model; lists the models that it serves.
     """
     if concurrency < 1 or tries < 1:
       raise ValueError(
           f"concurrency={concurrency} and tries={tries} must be at least 1"
       )
     self.max_prompt_tokens = max_prompt_tokens
-    self._server = _Server(url, timeout, tries, backoff)
+    self._client = _Client(url, timeout, tries, backoff)
     self._tokenizer = tokenizer
     self._sync = sync
     self._concurrency = concurrency
-    known = [m["id"] for m in self._server.call("/v1/models")["data"]]
+    known = [m["id"] for m in self._client.call("/v1/models")["data"]]
     if model is None and len(known) == 1:
       model = known[0]
     self._model = model
@@ -104,11 +114,11 @@ class OpenAISampler:
       *,
       group_size: int = 1,
   ) -> Rollout:
-    """See `Sampler`; log-probs are as the server reports them.
+    """See `Sampler.sample`. Log-probs are as the server reports them.
 
     Raises:
-      ConnectionError: the server does not answer, after all tries.
-      ValueError: it refuses the request, or its answer lacks log-probs, token
+      ConnectionError: If the server does not answer after all tries.
+      ValueError: If it refuses a request, or its answer lacks log-probs, token
         ids or responses.
     """
     tokens, valid = generate_lib.pad_prompts(
@@ -116,9 +126,9 @@ class OpenAISampler:
     )
     seeds = np.asarray(jax.random.bits(key, (len(prompts),))) >> 1
 
-    def ask(prompt, seed):
+    def ask(prompt: Sequence[int], seed: int) -> list[_Response]:
       body = self._body(prompt, int(seed), sampling, group_size)
-      answer = self._server.call("/v1/completions", body)
+      answer = self._client.call("/v1/completions", body)
       return self._read(answer, sampling, group_size)
 
     with concurrent.futures.ThreadPoolExecutor(self._concurrency) as pool:
@@ -131,13 +141,19 @@ class OpenAISampler:
         self._tokenizer.pad_id,
     )
 
-  def update_weights(self, params: PyTree, version: int) -> None:
-    """See `Sampler`; without `sync` the server keeps the weights it has."""
+  def update_weights(self, params: chex.ArrayTree, version: int) -> None:
+    """See `Sampler.update_weights`. Without `sync` it does nothing."""
     if self._sync is not None:
       self._sync(params, version)
 
-  def _body(self, prompt, seed, sampling, group_size):
-    """A request; what is at its default stays out of it."""
+  def _body(
+      self,
+      prompt: Sequence[int],
+      seed: int,
+      sampling: Sampling,
+      group_size: int,
+  ) -> dict[str, Any]:
+    """A request; leaves out options that are at their default."""
     body = {
         "model": self._model,
         "prompt": [int(i) for i in prompt],
@@ -148,7 +164,7 @@ class OpenAISampler:
         "seed": seed,
         "logprobs": 1,
         "stop_token_ids": list(self._tokenizer.eos_ids),
-        # Two ways to learn the ids; servers know the one or the other.
+        # Two ways to ask for token ids; servers support one or the other.
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
@@ -159,8 +175,10 @@ class OpenAISampler:
     }
     return body | {name: value for name, value in optional.items() if value}
 
-  def _read(self, answer, sampling, group_size):
-    """(ids, log-probs, finished) of each response of a request."""
+  def _read(
+      self, answer: Mapping[str, Any], sampling: Sampling, group_size: int
+  ) -> list[_Response]:
+    """Checks the answer to a request and returns its responses in order."""
     if "choices" not in answer:
       raise ValueError(f"the server's answer has no choices: {answer!r:.200}")
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -170,7 +188,10 @@ class OpenAISampler:
       )
     return [self._read_one(choice, sampling) for choice in choices]
 
-  def _read_one(self, choice, sampling):
+  def _read_one(
+      self, choice: Mapping[str, Any], sampling: Sampling
+  ) -> _Response:
+    """Checks and returns one response."""
     log_probs = _log_probs(choice)
     ids = _token_ids(choice)
     if len(ids) != len(log_probs) or len(ids) > sampling.max_new_tokens:
@@ -181,7 +202,7 @@ class OpenAISampler:
     if ids and not 0 <= min(ids) <= max(ids) < self._tokenizer.vocab_size:
       raise ValueError(
           f"the server sent token {max(ids)}, our tokenizer has"
-          f" {self._tokenizer.vocab_size}: it serves another model"
+          f" {self._tokenizer.vocab_size} ids: it serves another model"
       )
     reason = choice["finish_reason"]
     if reason not in ("stop", "length"):
@@ -193,7 +214,7 @@ class OpenAISampler:
           f" which is none of our end-of-turn tokens {self._tokenizer.eos_ids}:"
           " it has others, or leaves them out"
       )
-    return ids, log_probs, reason == "stop"
+    return _Response(ids, log_probs, reason == "stop")
 
 
 def sync_by_directory(
@@ -201,38 +222,39 @@ def sync_by_directory(
     directory: str | pathlib.Path,
     config: DecoderConfig,
     tokenizer: Tokenizer,
-) -> Callable[[PyTree, int], None]:
-  """A `sync` for `experiments.serve` on a file system that both see.
+) -> Callable[[chex.ArrayTree, int], None]:
+  """Makes a `sync` that passes weights to `experiments.serve` in a directory.
 
   Args:
-    url: of the server.
-    directory: a Hugging Face directory that each call writes anew.
-    config: of the model.
-    tokenizer: of the model.
+    url: The server's address.
+    directory: A Hugging Face directory that the server can read; every call
+      overwrites it.
+    config: Configuration of the model.
+    tokenizer: The tokenizer of the model.
 
   Returns:
-    A function that writes the parameters, adapters merged, and has the server
-    load them.
+    A function that writes the parameters, with adapters merged, and makes the
+    server load them.
   """
-  server = _Server(url, timeout=600.0, tries=5, backoff=0.5)
+  client = _Client(url, timeout=600.0, tries=5, backoff=0.5)
 
-  def sync(params, version):
+  def sync(params: chex.ArrayTree, version: int) -> None:
     hf.save(directory, config, lora.merge(params), tokenizer)
     path = str(pathlib.Path(directory).absolute())
-    server.call("/load", {"path": path, "version": version})
+    client.call("/load", {"path": path, "version": version})
 
   return sync
 
 
-class _Server:
-  """JSON requests to one server, tried again after failures that may pass."""
+class _Client:
+  """Sends JSON requests to a server and retries after temporary failures."""
 
-  def __init__(self, url, timeout, tries, backoff):
+  def __init__(self, url: str, timeout: float, tries: int, backoff: float):
     self._url = url.rstrip("/").removesuffix("/v1")
     self._timeout, self._tries, self._backoff = timeout, tries, backoff
 
   def call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """The answer to a POST of `body`, or to a GET without one."""
+    """Returns the answer to a POST of `body`, or to a GET if it is None."""
     for attempt in range(self._tries):
       if attempt:
         time.sleep(self._backoff * 2 ** (attempt - 1))
@@ -240,7 +262,7 @@ class _Server:
         return self._once(path, body)
       except urllib.error.HTTPError as error:
         failure = f"HTTP {error.code}: {_message(error)}"
-        if error.code not in _PASSING:
+        if error.code not in _TEMPORARY:
           raise ValueError(
               f"{self._url}{path} refuses the request: {failure}"
           ) from error
@@ -252,8 +274,8 @@ class _Server:
         " python -m experiments.serve --model=DIR"
     )
 
-  def _once(self, path, body):
-    """One request; refuses an answer that is not JSON."""
+  def _once(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    """Sends one request; refuses an answer that is not JSON."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
         self._url + path, data, {"Content-Type": "application/json"}
@@ -269,8 +291,8 @@ class _Server:
       ) from error
 
 
-def _message(error):
-  """What the server says about an error."""
+def _message(error: urllib.error.HTTPError) -> str:
+  """The error message in the server's answer, or else the answer itself."""
   text = error.read().decode(errors="replace")
   try:
     content = json.loads(text)
@@ -279,10 +301,10 @@ def _message(error):
     return text[:500]
 
 
-def _log_probs(choice):
+def _log_probs(choice: Mapping[str, Any]) -> list[float]:
   """Log-probs of a response's tokens."""
-  found = choice["logprobs"] if "logprobs" in choice else None
-  values = found["token_logprobs"] if found else None
+  log_probs = choice["logprobs"] if "logprobs" in choice else None
+  values = log_probs["token_logprobs"] if log_probs else None
   if values is None or None in values:
     raise ValueError(
         "the server sent no log-probs with a response: it must answer"
@@ -291,8 +313,8 @@ def _log_probs(choice):
   return values
 
 
-def _token_ids(choice):
-  """Ids of a response's tokens, by either of two extensions."""
+def _token_ids(choice: Mapping[str, Any]) -> list[int]:
+  """Ids of a response's tokens, from either of two extensions of the API."""
   if "token_ids" in choice and choice["token_ids"] is not None:
     return choice["token_ids"]
   tokens = choice["logprobs"]["tokens"] or []
@@ -305,21 +327,29 @@ def _token_ids(choice):
   return [int(token.removeprefix(_TOKEN_ID)) for token in tokens]
 
 
-def _assemble(tokens, valid, responses, max_new_tokens, pad_id):
-  """A rollout of prompts `[B, P]` and their responses."""
-  batch, length = tokens.shape
-  shape = (batch, length + max_new_tokens)
+def _assemble(
+    tokens: np.ndarray,
+    valid: np.ndarray,
+    responses: Sequence[_Response],
+    max_new_tokens: int,
+    pad_id: int,
+) -> Rollout:
+  """Makes a rollout of prompts `[B, P]` and their B responses."""
+  length = tokens.shape[1]
   after = ((0, 0), (0, max_new_tokens))
-  rollout = Rollout(
-      tokens=np.pad(tokens, after, constant_values=pad_id),
-      valid=np.pad(valid, after),
-      completion_mask=np.zeros(shape, bool),
-      log_probs=np.zeros(shape, np.float32),
-      finished=np.array([finished for _, _, finished in responses]),
+  tokens = np.pad(tokens, after, constant_values=pad_id)
+  valid = np.pad(valid, after)
+  mask = np.zeros(tokens.shape, bool)
+  log_probs = np.zeros(tokens.shape, np.float32)
+  for row, response in enumerate(responses):
+    own = slice(length, length + len(response.ids))
+    tokens[row, own] = response.ids
+    log_probs[row, own] = response.log_probs
+    valid[row, own] = mask[row, own] = True
+  return Rollout(
+      tokens=jnp.asarray(tokens),
+      valid=jnp.asarray(valid),
+      completion_mask=jnp.asarray(mask),
+      log_probs=jnp.asarray(log_probs),
+      finished=jnp.asarray([response.finished for response in responses]),
   )
-  for row, (ids, log_probs, _) in enumerate(responses):
-    own = slice(length, length + len(ids))
-    rollout.tokens[row, own] = ids
-    rollout.log_probs[row, own] = log_probs
-    rollout.valid[row, own] = rollout.completion_mask[row, own] = True
-  return jax.tree.map(jnp.asarray, rollout)

@@ -1,8 +1,9 @@
-"""What training and evaluation ask of an engine that samples responses."""
+"""The interface of everything that samples, and sampling in this process."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+import chex
 import jax
 from jax.typing import DTypeLike
 
@@ -13,14 +14,13 @@ from experiments.rollouts import stop_strings
 from experiments.rollouts.rollout import Rollout
 from experiments.rollouts.sampling import Sampling
 
-PyTree = Any
-
 
 class Sampler(Protocol):
-  """Samples responses to prompts; its weights may lag behind the trainer's.
+  """Samples responses to prompts; its weights can lag behind the trainer's.
 
   Attributes:
-    max_prompt_tokens: longest prompt that it takes, and P of its rollouts.
+    max_prompt_tokens: Longest prompt allowed, and the padded length P of
+      prompts in its rollouts.
   """
 
   max_prompt_tokens: int
@@ -33,48 +33,49 @@ class Sampler(Protocol):
       *,
       group_size: int = 1,
   ) -> Rollout:
-    """Responses to each prompt; those of one prompt are adjacent.
+    """Samples `group_size` responses to each prompt.
 
     Args:
-      prompts: token ids, 1 to `max_prompt_tokens` of each.
-      key: a `jax.random` key.
-      sampling: how to choose tokens, and when to end.
-      group_size: responses per prompt.
+      prompts: Token ids of each prompt, 1 to `max_prompt_tokens` of them.
+      key: A `jax.random` key.
+      sampling: How to choose tokens and when to stop.
+      group_size: Number of responses to each prompt.
 
     Returns:
-      A rollout of `len(prompts) * group_size` rows. Its log-probs are of the
-      distribution that was sampled from.
+      A rollout of `len(prompts) * group_size` rows; responses to the same
+      prompt are adjacent. The log-probs are those of the distribution that was
+      sampled from.
     """
     ...
 
-  def update_weights(self, params: PyTree, version: int) -> None:
-    """Makes later samples those of `params`, after update `version`."""
+  def update_weights(self, params: chex.ArrayTree, version: int) -> None:
+    """Replaces the weights by `params`, those after update `version`."""
     ...
 
 
 class LocalSampler:
-  """Samples in this process, with the trainer's own copy of the weights."""
+  """Samples in this process and shares the trainer's weights."""
 
   def __init__(
       self,
       model: decoder.Decoder,
-      params: PyTree,
+      params: chex.ArrayTree,
       tokenizer: Tokenizer,
       *,
       max_prompt_tokens: int,
       slots: int = 0,
       cache_dtype: DTypeLike | None = None,
   ):
-    """Keeps what `rollout.generate` needs.
+    """Creates a sampler.
 
     Args:
-      model: the decoder.
-      params: its parameters.
-      tokenizer: the model's.
-      max_prompt_tokens: length that prompts are padded to; another one is
-        compiled again.
-      slots: see `rollout.generate`.
-      cache_dtype: see `rollout.generate`.
+      model: The decoder.
+      params: The parameters of `model`.
+      tokenizer: The tokenizer of the model.
+      max_prompt_tokens: Length that prompts are padded to. Each length compiles
+        programs of its own.
+      slots: See `generate.generate`.
+      cache_dtype: See `generate.generate`.
     """
     self.max_prompt_tokens = max_prompt_tokens
     self._model = model
@@ -91,7 +92,7 @@ class LocalSampler:
       *,
       group_size: int = 1,
   ) -> Rollout:
-    """See `Sampler`; the same key gives the same responses."""
+    """See `Sampler.sample`. The same key gives the same responses."""
     tokens, valid = generate_lib.pad_prompts(
         prompts, self.max_prompt_tokens, self._tokenizer.pad_id
     )
@@ -115,7 +116,7 @@ class LocalSampler:
         stop_table=table,
     )
 
-  def update_weights(self, params: PyTree, version: int) -> None:
-    """See `Sampler`; nothing is copied."""
+  def update_weights(self, params: chex.ArrayTree, version: int) -> None:
+    """See `Sampler.update_weights`. Nothing is copied."""
     del version
     self._params = params

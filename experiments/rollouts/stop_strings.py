@@ -1,27 +1,28 @@
-"""Stop strings as an automaton over tokens.
+"""Finds stop strings while decoding, with an automaton over tokens.
 
-A state is how much of a stop string a text ends in (Aho and Corasick, 1975).
-One table says what each token makes of each state, so that a decode loop knows
-the token that completes a string, which may begin in the middle of a token and
-go over many.
+A state is the longest prefix of a stop string that the text so far ends in (Aho
+and Corasick, 1975). A table holds the next state for each state and token, so
+the decode loop recognises the token that completes a stop string, even if the
+string starts in the middle of a token or spans several.
 """
 
 from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Any
 
 import numpy as np
+
+from experiments.models.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StopTable:
-  """What each token makes of each state.
+  """Transition table of some stop strings.
 
   Attributes:
-    stop: the strings.
-    table: `[states, V]` int16, the next state; 0 is the beginning, the last
-      state is reached when a string is complete, and never left.
+    stop: The stop strings.
+    table: `[states, V]` int16, the next state. State 0 is the initial one. The
+      last state means that a stop string is complete; it is never left.
   """
 
   stop: tuple[str, ...]
@@ -30,21 +31,23 @@ class StopTable:
 
 @functools.lru_cache(maxsize=4)
 def make_stop_table(
-    tokenizer: Any, stop: tuple[str, ...], vocab_size: int
+    tokenizer: Tokenizer, stop: tuple[str, ...], vocab_size: int
 ) -> StopTable:
-  """The table of some stop strings; made once for the same arguments.
+  """Makes the table of some stop strings; cached.
 
   Args:
-    tokenizer: a `Tokenizer`: its `token_bytes()` say what each id decodes to.
-      Special tokens decode to nothing, and a string may go over them.
-    stop: strings that end a response; at least one.
-    vocab_size: ids of the model, V; those beyond the tokenizer's are nothing.
+    tokenizer: The tokenizer of the model. Special tokens decode to nothing, so
+      a stop string can span them.
+    stop: Strings that end a response; at least one.
+    vocab_size: Number of token ids of the model, V. Ids that the tokenizer does
+      not have decode to nothing.
 
   Returns:
     The table.
 
   Raises:
-    ValueError: a string is empty, or no sequence of tokens can produce it.
+    ValueError: If a string is empty, no sequence of tokens can produce it, or
+      the tokenizer has more ids than the model.
   """
   return table_of_pieces(stop, tokenizer.token_bytes(), vocab_size)
 
@@ -52,10 +55,11 @@ def make_stop_table(
 def table_of_pieces(
     stop: tuple[str, ...], pieces: Sequence[bytes], vocab_size: int
 ) -> StopTable:
-  """As `make_stop_table`, of what each id decodes to, in UTF-8."""
+  """Makes the table from the UTF-8 bytes that each token id decodes to."""
   if len(pieces) > vocab_size:
     raise ValueError(
-        f"the tokenizer has {len(pieces)} ids, and the model {vocab_size}"
+        f"the tokenizer has {len(pieces)} ids, and the model {vocab_size}: use"
+        " the model's own tokenizer"
     )
   for text in stop:
     if not text:
@@ -69,8 +73,11 @@ def table_of_pieces(
   return StopTable(stop, _table(tuple(text.encode() for text in stop), pieces))
 
 
-def _table(stop, pieces: Sequence[bytes]) -> np.ndarray:
-  """`[states, len(pieces)]` int16: bytes of a token one after the other."""
+def _table(stop: tuple[bytes, ...], pieces: Sequence[bytes]) -> np.ndarray:
+  """The next state after each token, `[states, len(pieces)]` int16.
+
+  It feeds the bytes of all tokens to the automaton, one position at a time.
+  """
   step = _automaton(stop)
   order = np.argsort([-len(piece) for piece in pieces], kind="stable")
   states = np.repeat(
@@ -78,7 +85,7 @@ def _table(stop, pieces: Sequence[bytes]) -> np.ndarray:
   )
   lengths = np.asarray([len(pieces[i]) for i in order])
   for place in range(lengths.max(initial=0)):
-    n = int((lengths > place).sum())  # The longest come first.
+    n = int((lengths > place).sum())  # The longest tokens come first.
     byte = np.asarray([pieces[i][place] for i in order[:n]])
     states[:, :n] = step[states[:, :n], byte]
   table = np.empty_like(states)
@@ -86,8 +93,8 @@ def _table(stop, pieces: Sequence[bytes]) -> np.ndarray:
   return table
 
 
-def _automaton(stop) -> np.ndarray:
-  """`[states, 256]` int16: the next state after each byte."""
+def _automaton(stop: tuple[bytes, ...]) -> np.ndarray:
+  """The next state after each byte, `[states, 256]` int16."""
   prefixes = sorted(
       {text[:i] for text in stop for i in range(len(text))},
       key=lambda prefix: (len(prefix), prefix),
@@ -100,8 +107,8 @@ def _automaton(stop) -> np.ndarray:
   for prefix, i in number.items():
     for byte in range(256):
       text = prefix + bytes([byte])
-      if not text.endswith(tuple(stop)):
-        # The longest end of the text that a string begins with.
+      if not text.endswith(stop):
+        # The next state is the longest suffix that is a known prefix.
         ends = (text[k:] for k in range(len(text) + 1))
         step[i, byte] = next(number[end] for end in ends if end in number)
   return step

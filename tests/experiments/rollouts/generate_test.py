@@ -231,13 +231,13 @@ def test_no_second_cache_is_made():
   """Decoding writes in place: the slots given away are the ones returned."""
   model, params = _policy()
   slots = decode_steps.empty(model.config, 4, 6, 8, "float32")
-  sampler = decode_steps.Sampler(
+  inputs = decode_steps.DecodeInputs(
       params, jax.random.key(0), jnp.float32(1), None
   )
   options = decode_steps.Options(_sampling(temperature=1.0), ())
   text = (
       decode_steps.decode.lower(
-          model, options, sampler, slots, np.int32(0), np.int32(0)
+          model, options, inputs, slots, np.int32(0), np.int32(0)
       )
       .compile()
       .as_text()
