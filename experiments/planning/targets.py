@@ -1,17 +1,18 @@
-"""Accelerators to compile for, whether or not they are at hand.
+"""Accelerators to compile for, which need not be attached.
 
 XLA compiles for a described topology on any machine: for TPUs with `libtpu`
 (the extra `tpu`), for H100 with JAX's CUDA plugin (the extra `cuda`). Nothing
-can run on such devices, but their programs tell what they need.
+can run on described devices, but the compiled programs tell what they need.
 
-All that has to be said to these libraries is said here:
-- `libtpu` asks the cloud's metadata server what it runs on, which hangs or
-  complains elsewhere, and locks out a second process: environment variables,
-  set by `Target.devices` where the user has not set them.
-- JAX takes the platform of a described NVIDIA GPU for "gpu", which it resolves
-  by the GPUs at hand: pass `lowering_platforms` when lowering.
+The libraries need some persuasion, all of it in this module:
+
+- `libtpu` asks the cloud's metadata server which machine it runs on, which
+  hangs or fails elsewhere, and it locks out a second process. `Target.devices`
+  sets environment variables against both, unless the user has set them.
 - XLA times GPU kernels to choose among them, which needs the GPU: pass
-  `compiler_options` when compiling.
+  `Target.compiler_options` when compiling.
+- JAX resolves the platform "gpu" by the GPUs at hand: pass
+  `platforms.lowering_platforms` when lowering.
 """
 
 import dataclasses
@@ -26,8 +27,7 @@ import jax
 from jax.experimental import topologies
 
 from experiments import _optional
-
-_GIB = 2**30
+from experiments.reporting import units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,12 @@ class _Tpu:
   """One TPU generation.
 
   Attributes:
-    axes: number of axes of its slices.
-    gib: memory of a device that a program may use, in GiB: the HBM of
+    axes: Number of axes of its slices.
+    gib: Memory of a device that a program can use, in GiB: the HBM of
       cloud.google.com/tpu/docs less what the runtime reserves, as the compiler
       states it ("exceeds available HBM (15.75G)").
-    slices: those that one can rent, from the smallest.
-    options: of the topology.
+    slices: Slices that can be rented, smallest first.
+    options: Options of the topology.
   """
 
   axes: int
@@ -74,8 +74,9 @@ class Target:
   """Devices of one kind.
 
   Attributes:
-    family: one of `FAMILIES`.
-    shape: devices along each axis of the slice; one axis for h100 and cpu.
+    family: A key of `FAMILIES`.
+    shape: Number of devices along each axis of the slice; h100 and cpu have one
+      axis.
   """
 
   family: str
@@ -83,34 +84,34 @@ class Target:
 
   @property
   def name(self) -> str:
-    """As given to `parse`."""
+    """The name that `parse` takes, such as `v5p:2x2x1`."""
     return f"{self.family}:{'x'.join(map(str, self.shape))}"
 
   @property
   def memory_bytes(self) -> int:
-    """Memory of one device; for cpu, an equal part of the machine's."""
+    """Memory of one device; for cpu, an equal share of the machine's."""
     if self.family == "h100":
-      found = re.search(r"device_memory_size: (\d+)", _h100_description())
-      assert found is not None
-      return int(found[1])
+      match = re.search(r"device_memory_size: (\d+)", _h100_description())
+      assert match is not None
+      return int(match[1])
     if self.family in _TPUS:
-      return int(_TPUS[self.family].gib * _GIB)
+      return int(_TPUS[self.family].gib * units.GIB)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return pages // self.shape[0]
 
   @property
   def compiler_options(self) -> dict[str, Any]:
-    """For `jax.stages.Lowered.compile`."""
-    # Without a GPU nothing can be timed: take XLA's first choice.
+    """Options for `jax.stages.Lowered.compile`."""
+    # Without a GPU no kernel can be timed: take XLA's first choice.
     return {"xla_gpu_autotune_level": 0} if self.family == "h100" else {}
 
-  def devices(self) -> list[Any]:
-    """The devices, to make a mesh of; cpu devices also run programs.
+  def devices(self) -> list[jax.Device]:
+    """Returns the devices, to make a mesh; only cpu devices run programs.
 
     Raises:
-      ValueError: there is no such topology, or this process has started with
+      ValueError: If there is no such topology, or this process started with
         fewer simulated cpu devices.
-      ImportError: the target's library is missing; names the extra.
+      ImportError: If the target's library is missing; names the extra.
     """
     if self.family == "cpu":
       return _cpu_devices(self)
@@ -120,19 +121,19 @@ class Target:
     except jax.errors.JaxRuntimeError as error:
       reason = str(error).splitlines()[0]
       raise ValueError(
-          f"target={self.name!r} is no topology that the compiler knows"
+          f"target={self.name!r} is not a topology that the compiler knows"
           f" ({reason}); {_examples(self.family)}"
       ) from error
 
 
 def parse(name: str) -> Target:
-  """Reads a target like `h100:4`, `v5p:2x2x1` or `cpu:8`.
+  """Reads a target such as `h100:4`, `v5p:2x2x1` or `cpu:8`.
 
   Args:
-    name: family, and the number of devices or the shape of the slice.
+    name: The family, and the number of devices or the shape of the slice.
 
   Raises:
-    ValueError: an unknown family, or a shape that it cannot have.
+    ValueError: If the family is unknown or cannot have this shape.
   """
   family, _, rest = name.lower().partition(":")
   if family not in FAMILIES:
@@ -155,11 +156,12 @@ def parse(name: str) -> Target:
 
 
 def slices(family: str) -> list[Target]:
-  """The usual slices of a family, from the smallest."""
+  """The usual slices of a family, smallest first."""
   return [parse(f"{family}:{shape}") for shape in FAMILIES[family]]
 
 
 def _examples(family: str) -> str:
+  """The usual targets of a family, for an error message."""
   return (
       f"usual ones are {', '.join(f'{family}:{s}' for s in FAMILIES[family])}"
   )
@@ -172,15 +174,15 @@ def _h100_description() -> str:
 
 
 def _h100_topology(target: Target) -> topologies.TopologyDescription:
-  """Described GPUs, up to eight to a host."""
-  found = [
+  """Describes GPUs, up to eight per host."""
+  versions = [
       version
       for version in (13, 12)
       if importlib.util.find_spec(f"jax_cuda{version}_plugin")
   ]
-  if not found:
+  if not versions:
     _optional.require("jax_cuda13_plugin", "cuda")
-  # The plugin looks for a driver of its liking, unless told not to.
+  # Skip the plugin's driver check: compiling needs no GPU.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   n = target.shape[0]
   hosts = -(-n // _GPUS_PER_HOST)
@@ -189,30 +191,30 @@ def _h100_topology(target: Target) -> topologies.TopologyDescription:
     return topologies.get_topology_desc(
         platform="cuda",
         target_config=_h100_description(),
-        topology=f"1x{hosts}x{n // hosts}",  # Of one network partition.
+        topology=f"1x{hosts}x{n // hosts}",  # In one network partition.
     )
 
   try:
     return describe()
   except NotImplementedError:
-    # JAX has started without this plugin, which has found no driver.
-    plugin = importlib.import_module(f"jax_plugins.xla_cuda{found[0]}")
+    # JAX started without this plugin because it found no driver.
+    plugin = importlib.import_module(f"jax_plugins.xla_cuda{versions[0]}")
     plugin.initialize()
     return describe()
 
 
 def _tpu_topology(target: Target) -> topologies.TopologyDescription:
-  """Described TPUs; tells `libtpu` that there are none here."""
+  """Describes TPUs, after telling `libtpu` that none are attached."""
   _optional.require("libtpu", "tpu")
   quiet = {
-      # Several processes compile at the same time.
+      # Let several processes compile at the same time.
       "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-      # No questions to a metadata server, and an answer to what it would say.
+      # Do not ask the metadata server, whose answers these are.
       "TPU_SKIP_MDS_QUERY": "1",
       "TPU_ACCELERATOR_TYPE": "v5p-8",
       "TPU_WORKER_HOSTNAMES": "localhost",
       "TPU_WORKER_ID": "0",
-      # No log files.
+      # Write no log files.
       "TPU_LOG_DIR": "disabled",
   }
   for name, value in quiet.items():
@@ -225,19 +227,19 @@ def _tpu_topology(target: Target) -> topologies.TopologyDescription:
   )
 
 
-def _cpu_devices(target: Target) -> list[Any]:
-  """Simulated devices of this process, made if it has none yet."""
+def _cpu_devices(target: Target) -> list[jax.Device]:
+  """Simulated devices of this process, made now if JAX has not started."""
   n = target.shape[0]
   flag = "--xla_force_host_platform_device_count"
   if flag not in os.environ.get("XLA_FLAGS", ""):
     try:
       jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError:
-      pass  # Too late: take those that there are.
-  found = jax.devices("cpu")
-  if len(found) < n:
+      pass  # JAX has started: use the devices that it has.
+  devices = jax.devices("cpu")
+  if len(devices) < n:
     raise ValueError(
         f"target={target.name!r} needs {n} simulated devices and this process"
-        f" has started with {len(found)}: start it with XLA_FLAGS={flag}={n}"
+        f" has started with {len(devices)}: start it with XLA_FLAGS={flag}={n}"
     )
-  return found[:n]
+  return devices[:n]

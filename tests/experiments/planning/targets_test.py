@@ -1,4 +1,4 @@
-"""Targets by name, and devices that are not there."""
+"""Targets by name, and devices that are only described."""
 
 import importlib.util
 import math
@@ -11,6 +11,7 @@ import pytest
 
 from experiments.parallel import platforms
 from experiments.planning import targets
+from experiments.reporting.units import GIB
 
 needs_libtpu = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"),
@@ -20,7 +21,6 @@ needs_cuda = pytest.mark.skipif(
     not importlib.util.find_spec("jax_cuda13_plugin"),
     reason="JAX's CUDA plugin is not installed (the extra 'cuda')",
 )
-GIB = 2**30
 
 
 def test_names():
@@ -96,7 +96,9 @@ def test_every_usual_slice_is_a_topology():
 
 @needs_libtpu
 def test_an_impossible_topology_is_refused_with_possible_ones():
-  with pytest.raises(ValueError, match=r"'v5e:3x5' is no topology .* v5e:2x4"):
+  with pytest.raises(
+      ValueError, match=r"'v5e:3x5' is not a topology .* v5e:2x4"
+  ):
     targets.parse("v5e:3x5").devices()
 
 
