@@ -1,5 +1,5 @@
-"""The decoder, its tokenizer, and the formats they are read from.
+"""The decoder, its tokenizer, and the file formats that they are read from.
 
-Entry points: `load.from_path` and `decoder.Decoder`. May import `parallel`
-only; `tasks` and `reporting` are beside it, not below.
+Entry points: `load.from_path` and `decoder.Decoder`. May import `configs` and
+`parallel`, but not `tasks` and `reporting`, which are on the same layer.
 """

@@ -1,8 +1,8 @@
 """Published architectures by name, without their weights.
 
-Shapes are those of each model's config.json; rope and norm settings those of
-the Instruct checkpoints (a base model may differ in `max_length` and
-`norm_eps`, never in a shape).
+Shapes are those of each model's config.json. Rotary and norm settings are those
+of the Instruct checkpoints; base models can differ from them in `max_length`
+and `norm_eps`, but not in a shape.
 """
 
 import difflib
@@ -22,7 +22,7 @@ def _qwen2(
     *,
     tied_head: bool = False,
 ) -> DecoderConfig:
-  """Qwen2.5: biased projections; the small ones share head and embedding."""
+  """Qwen2.5: projections with biases; small models have a tied head."""
   return DecoderConfig(
       vocab_size=151936 if tied_head else 152064,
       d_model=d_model,
@@ -48,7 +48,7 @@ def _qwen3(
     *,
     tied_head: bool = False,
 ) -> DecoderConfig:
-  """Qwen3 (dense): heads of 128, normalised queries and keys."""
+  """Qwen3 (dense): heads of 128 features, normalised queries and keys."""
   return DecoderConfig(
       vocab_size=151936,
       d_model=d_model,
@@ -116,18 +116,18 @@ MODELS: dict[str, DecoderConfig] = {
 
 
 def architecture(name: str | os.PathLike[str]) -> DecoderConfig:
-  """The architecture of a model that is known by name, or lies in a folder.
+  """Returns the architecture of a known model, or of one in a directory.
 
   Args:
-    name: one of `MODELS`, in any case, or a Hugging Face directory; of that,
-      only `config.json` is read.
+    name: A key of `MODELS`, in upper or lower case, or a Hugging Face
+      directory. Only `config.json` of the directory is read.
 
   Returns:
-    Its configuration, with the dtypes of `DecoderConfig`'s defaults.
+    The configuration, with the default dtypes of `DecoderConfig`.
 
   Raises:
-    ValueError: the name is unknown (near ones are listed), or the directory's
-      `config.json` is missing or not supported.
+    ValueError: If the name is unknown (similar ones are listed), or if the
+      directory's `config.json` is missing or not supported.
   """
   text = os.fspath(name)
   if text.lower() in MODELS:
@@ -143,12 +143,12 @@ def architecture(name: str | os.PathLike[str]) -> DecoderConfig:
 
 
 def n_params(config: DecoderConfig) -> int:
-  """Number of parameters, a tied head counted once."""
-  c = config
-  q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-  attention = 2 * c.d_model * q + 2 * c.d_model * kv
-  biases = (q + 2 * kv) * c.qkv_bias
-  norms = 2 * c.d_model + 2 * c.head_dim * c.qk_norm
-  layer = attention + biases + norms + 3 * c.d_model * c.d_ff
-  heads = 1 if c.tied_head else 2
-  return c.n_layers * layer + heads * c.vocab_size * c.d_model + c.d_model
+  """Returns the number of parameters; a tied head is counted once."""
+  d_model, head_dim = config.d_model, config.head_dim
+  q, kv = config.n_heads * head_dim, config.n_kv_heads * head_dim
+  attention = 2 * d_model * q + 2 * d_model * kv
+  biases = (q + 2 * kv) * config.qkv_bias
+  norms = 2 * d_model + 2 * head_dim * config.qk_norm
+  layer = attention + biases + norms + 3 * d_model * config.d_ff
+  embeddings = (1 if config.tied_head else 2) * config.vocab_size * d_model
+  return config.n_layers * layer + embeddings + d_model

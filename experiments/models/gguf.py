@@ -1,4 +1,4 @@
-"""Reads a model from one GGUF file: weights, configuration, tokenizer."""
+"""Reads models, with their configuration and tokenizer, from GGUF files."""
 
 from collections.abc import Mapping
 import pathlib
@@ -12,6 +12,7 @@ from experiments._optional import require
 from experiments.models import stacking
 from experiments.models import tokenizer as tokenizer_lib
 from experiments.models.config import DecoderConfig
+from experiments.models.tokenizer import Tokenizer
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -37,30 +38,30 @@ _NAMES = {
 
 
 class _Metadata(dict):
-  """A GGUF file's keys and values; a missing key is a clear error."""
+  """The metadata of a GGUF file; a missing key is an error that names it."""
 
-  def __missing__(self, key):
+  def __missing__(self, key: str) -> Any:
     raise ValueError(f"the GGUF file has no metadata key {key!r}")
 
 
 def load(
     path: str | pathlib.Path, param_dtype: DTypeLike = "float32"
-) -> tuple[DecoderConfig, dict, tokenizer_lib.Tokenizer]:
-  """Reads a GGUF file.
+) -> tuple[DecoderConfig, dict[str, Any], Tokenizer]:
+  """Loads a model from a GGUF file.
 
   Args:
-    path: the file. Any quantisation that the `gguf` package can undo.
-    param_dtype: dtype of the parameters.
+    path: The file, in any quantisation that the `gguf` package can undo.
+    param_dtype: Dtype of the parameters.
 
   Returns:
     Configuration, parameters (see `Decoder`) and tokenizer.
 
   Raises:
-    FileNotFoundError: if there is no such file.
-    ValueError: if the file is truncated or corrupt, of an unknown
-      architecture, lacks a tensor or has one that the model does not use, or
-      has tokens without an embedding.
-    ImportError: if the `gguf` package is not installed.
+    FileNotFoundError: If there is no such file.
+    ValueError: If the file is truncated or corrupt; if its architecture is
+      unknown; if it lacks a tensor or has one that the model does not use; or
+      if it has tokens without an embedding.
+    ImportError: If the `gguf` package is not installed.
   """
   path = pathlib.Path(path)
   if not path.is_file():
@@ -85,7 +86,7 @@ def load(
       ) from error
     if config.family == "llama" and param[1] in ("q_proj", "k_proj"):
       value = _pair_halves(value, config.head_dim)
-    # GGUF lists a matrix as [d_out, d_in] in NumPy's order.
+    # GGUF stores kernels as [d_out, d_in], in NumPy's order of axes.
     return name, value.T if param[-1] == "kernel" else value
 
   params = stacking.stack(config, read)
@@ -100,17 +101,17 @@ def load(
 def read_file(
     path: str | pathlib.Path,
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-  """A GGUF file's metadata, and its tensors as stored on disk.
+  """Reads the metadata of a GGUF file, and its tensors as stored on disk.
 
   Args:
-    path: the file.
+    path: The file.
 
   Returns:
-    Values by key, and the `gguf` package's tensors by name.
+    The metadata by key, and the `gguf` package's tensors by name.
 
   Raises:
-    ValueError: if the file is truncated or corrupt.
-    ImportError: if the `gguf` package is not installed.
+    ValueError: If the file is truncated or corrupt.
+    ImportError: If the `gguf` package is not installed.
   """
   path = pathlib.Path(path)
   reader_type = require("gguf", "train").GGUFReader
@@ -120,7 +121,7 @@ def read_file(
         {key: field.contents() for key, field in reader.fields.items()}
     )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-  # What a cut or garbled file does to the reader depends on where it is cut.
+  # The error depends on where the file is truncated or corrupt.
   except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
     raise ValueError(
         f"{path} is truncated or is not a GGUF file "
@@ -129,8 +130,12 @@ def read_file(
   return metadata, tensors
 
 
-def _config(metadata, tensors, param_dtype):
-  """The decoder's configuration from the file's metadata."""
+def _config(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    param_dtype: DTypeLike,
+) -> DecoderConfig:
+  """Converts the file's metadata to the decoder's configuration."""
   family = metadata["general.architecture"]
   if family not in _FAMILIES:
     raise ValueError(
@@ -173,23 +178,23 @@ def _config(metadata, tensors, param_dtype):
   )
 
 
-def _short(value):
-  """The float a person wrote, 1e-5, and not its float32, 9.99999975e-06."""
+def _short(value: float) -> float:
+  """Returns the shortest float of a float32: 1e-5 for 9.99999975e-06."""
   return float(np.format_float_scientific(np.float32(value)))
 
 
 def _pair_halves(value: np.ndarray, head_dim: int) -> np.ndarray:
   """Undoes GGUF's row order of Llama's queries and keys.
 
-  GGUF rotates neighbouring rows (2 i, 2 i + 1) of a head, ours rows
-  (i, i + head_dim / 2).
+  GGUF rotates neighbouring rows (2 i, 2 i + 1) of a head; the decoder rotates
+  rows (i, i + head_dim / 2).
 
   Args:
     value: `[heads * head_dim, d_in]`.
-    head_dim: rows per head.
+    head_dim: Rows per head.
 
   Returns:
-    The same rows in our order.
+    The same rows in the decoder's order.
   """
   pairs = value.reshape(-1, head_dim // 2, 2, value.shape[-1])
   return pairs.swapaxes(1, 2).reshape(value.shape)

@@ -1,6 +1,6 @@
-"""Reads a Hugging Face model directory, and writes one."""
+"""Reads and writes Hugging Face model directories."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import json
 import os
 import pathlib
@@ -16,6 +16,7 @@ from experiments._optional import require
 from experiments.models import stacking
 from experiments.models import tokenizer as tokenizer_lib
 from experiments.models.config import DecoderConfig, RopeScaling
+from experiments.models.tokenizer import Tokenizer
 
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -43,8 +44,8 @@ _NAMES = {
     "layers/down_proj/kernel": "model.layers.{}.mlp.down_proj.weight",
 }
 
-# What `transformers` assumes where config.json is silent.
-_SILENT = {
+# What `transformers` assumes for fields that config.json lacks.
+_DEFAULTS = {
     "architectures": None,
     "attention_bias": False,
     "eos_token_id": None,
@@ -63,7 +64,7 @@ _SILENT = {
     "use_sliding_window": False,
 }
 
-# Options that change the model in ways that the decoder does not follow.
+# Options of which the decoder supports one value only.
 _REQUIRED = {
     "attention_bias": False,
     "hidden_act": "silu",
@@ -76,18 +77,21 @@ _REQUIRED = {
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
-# Tokenizer files of other writers, which would override the ones we write.
+# Tokenizer files of other writers that would override the ones written here.
 _OVERRIDES = (
     "added_tokens.json",
     "chat_template.jinja",
     "special_tokens_map.json",
 )
 
+# Functions that fetch one tensor each, by tensor name.
+_Shard = dict[str, Callable[[], np.ndarray]]
+
 
 class _Json(dict):
-  """A JSON file's content; a missing key is an error that names the file."""
+  """The content of a JSON file; a missing key is an error that names it."""
 
-  def __init__(self, file, silent):
+  def __init__(self, file: pathlib.Path, defaults: Mapping[str, Any]):
     try:
       content = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
@@ -96,31 +100,31 @@ class _Json(dict):
       ) from None
     except ValueError as error:
       raise ValueError(f"{file} is not valid JSON: {error}") from error
-    super().__init__({**silent, **content})
+    super().__init__({**defaults, **content})
     self._file = file
 
-  def __missing__(self, key):
+  def __missing__(self, key: str) -> Any:
     raise ValueError(f"{self._file} has no {key!r}")
 
 
 def load(
     directory: str | pathlib.Path, param_dtype: DTypeLike = "float32"
-) -> tuple[DecoderConfig, dict, tokenizer_lib.Tokenizer]:
-  """Reads a Hugging Face directory.
+) -> tuple[DecoderConfig, dict[str, Any], Tokenizer]:
+  """Loads a model from a Hugging Face directory.
 
   Args:
-    directory: with `config.json`, one or several safetensors files, and the
+    directory: Holds `config.json`, one or more safetensors files, and the
       tokenizer's files.
-    param_dtype: dtype of the parameters, whatever the files' own.
+    param_dtype: Dtype of the parameters, whatever it is in the files.
 
   Returns:
     Configuration, parameters (see `Decoder`) and tokenizer.
 
   Raises:
-    ValueError: if a file is missing, truncated or corrupt; if the
-      architecture or one of its options is unknown; if a tensor is missing,
-      has an unexpected shape, or has no place in the decoder.
-    ImportError: if the `safetensors` package is not installed.
+    ValueError: If a file is missing, truncated or corrupt; if the
+      architecture or one of its options is not supported; or if a tensor is
+      missing, has an unexpected shape, or has no place in the decoder.
+    ImportError: If the `safetensors` package is not installed.
   """
   directory = pathlib.Path(directory)
   config, tokenizer = load_description(directory, param_dtype)
@@ -131,7 +135,7 @@ def load(
     if name not in tensors:
       raise ValueError(f"{directory} has no tensor {name}: incomplete model")
     value = tensors.pop(name).get_tensor(name)
-    # Torch keeps [d_out, d_in].
+    # PyTorch stores kernels as [d_out, d_in].
     return name, value.T if path[-1] == "kernel" else value
 
   params = stacking.stack(config, read)
@@ -141,8 +145,8 @@ def load(
 
 def load_description(
     directory: str | pathlib.Path, param_dtype: DTypeLike = "float32"
-) -> tuple[DecoderConfig, tokenizer_lib.Tokenizer]:
-  """Reads a Hugging Face directory but for its weights.
+) -> tuple[DecoderConfig, Tokenizer]:
+  """Loads everything of a Hugging Face directory except the weights.
 
   Args:
     directory: Holds `config.json` and the tokenizer's files.
@@ -152,11 +156,12 @@ def load_description(
     The decoder's configuration, and the tokenizer with its chat template.
 
   Raises:
-    ValueError: If a file is missing or corrupt, or the architecture or one of
-      its options is unknown.
+    ValueError: If a file is missing or corrupt, if the architecture or one of
+      its options is not supported, or if the tokenizer has ids without an
+      embedding.
   """
   directory = pathlib.Path(directory)
-  raw = _Json(directory / "config.json", _SILENT)
+  raw = _Json(directory / "config.json", _DEFAULTS)
   config = _read_config(raw, jnp.dtype(param_dtype).name)
   tokenizer = tokenizer_lib.from_directory(directory, _eos_ids(directory, raw))
   tokenizer.check_fits(config.vocab_size, directory)
@@ -166,40 +171,40 @@ def load_description(
 def read_config(
     directory: str | pathlib.Path, param_dtype: DTypeLike = "float32"
 ) -> DecoderConfig:
-  """Reads `config.json` of a Hugging Face directory, and nothing else.
+  """Reads only the `config.json` of a Hugging Face directory.
 
   Args:
-    directory: with `config.json`; weights and tokenizer may be missing.
-    param_dtype: dtype of the parameters.
+    directory: Holds `config.json`; needs neither weights nor tokenizer.
+    param_dtype: Dtype of the parameters.
 
   Returns:
     The decoder's configuration.
 
   Raises:
-    ValueError: if the file is missing or corrupt, or the architecture or one
-      of its options is unknown.
+    ValueError: If the file is missing or corrupt, or if the architecture or
+      one of its options is not supported.
   """
-  raw = _Json(pathlib.Path(directory) / "config.json", _SILENT)
+  raw = _Json(pathlib.Path(directory) / "config.json", _DEFAULTS)
   return _read_config(raw, jnp.dtype(param_dtype).name)
 
 
 def _read_config(raw: Mapping[str, Any], param_dtype: str) -> DecoderConfig:
-  """The decoder's configuration from the content of config.json."""
+  """Converts the content of config.json to the decoder's configuration."""
   family = _family(raw)
   for key, value in _REQUIRED.items():
     if raw[key] != value:
       raise ValueError(
           f"{key}={raw[key]!r} in config.json is not supported: only {value!r}"
       )
-  kinds = set(raw["layer_types"] or ()) - {"full_attention"}
-  if kinds:
+  unknown = set(raw["layer_types"] or ()) - {"full_attention"}
+  if unknown:
     raise ValueError(
-        f"layer_types {sorted(kinds)} in config.json are not supported: only "
+        f"layer_types {sorted(unknown)} in config.json are not supported: only "
         "'full_attention'"
     )
   theta, scaling = _read_rope(raw)
   n_heads, n_kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
-  # Qwen3's heads are 128 wide unless config.json says otherwise.
+  # Qwen3's heads have 128 features unless config.json says otherwise.
   head_dim = 128 if family == "qwen3" else raw["hidden_size"] // n_heads
   return DecoderConfig(
       vocab_size=raw["vocab_size"],
@@ -221,11 +226,11 @@ def _read_config(raw: Mapping[str, Any], param_dtype: str) -> DecoderConfig:
   )
 
 
-def _family(raw):
-  """The family of the one architecture that config.json names."""
+def _family(raw: Mapping[str, Any]) -> str:
+  """Returns the family of the architecture that config.json names."""
   names = raw["architectures"]
   if names is None:
-    # Exports from before the field was usual name the family only.
+    # Old exports lack the field and name only the family.
     known = {f: f for f in _FAMILIES.values()}
     name = raw["model_type"]
   else:
@@ -238,13 +243,13 @@ def _family(raw):
   return known[name]
 
 
-def _read_rope(raw):
-  """Base and scaling, from transformers 5's field or the older two."""
+def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+  """Reads base and scaling, from transformers 5's field or the older two."""
   rope = raw["rope_parameters"] or raw["rope_scaling"] or {}
-  silent = {"rope_theta": raw["rope_theta"], "rope_type": "default"}
+  defaults = {"rope_theta": raw["rope_theta"], "rope_type": "default"}
   if "type" in rope:
-    silent["rope_type"] = rope["type"]
-  rope = {**silent, **rope}
+    defaults["rope_type"] = rope["type"]
+  rope = {**defaults, **rope}
   if rope["rope_type"] == "default":
     return rope["rope_theta"], None
   if rope["rope_type"] != "llama3":
@@ -264,20 +269,20 @@ def _read_rope(raw):
   return rope["rope_theta"], scaling
 
 
-def _eos_ids(directory, raw):
-  """Ids that end a turn by config.json or generation_config.json."""
-  found = [raw["eos_token_id"]]
+def _eos_ids(directory: pathlib.Path, raw: Mapping[str, Any]) -> list[int]:
+  """Returns ids that end a turn by config.json or generation_config.json."""
+  fields = [raw["eos_token_id"]]
   generation = directory / "generation_config.json"
   if generation.is_file():
-    found.append(_Json(generation, {"eos_token_id": None})["eos_token_id"])
-  ids = []
-  for value in found:
+    fields.append(_Json(generation, {"eos_token_id": None})["eos_token_id"])
+  ids: list[int | None] = []
+  for value in fields:
     ids.extend(value if isinstance(value, list) else [value])
   return [i for i in ids if i is not None]
 
 
-def _open(directory):
-  """The open safetensors file of each tensor, by the tensor's name."""
+def _open(directory: pathlib.Path) -> dict[str, Any]:
+  """Returns the open safetensors file of each tensor, by tensor name."""
   index, single = directory / _INDEX, directory / _WEIGHTS
   if index.is_file():
     files = _Json(index, {})["weight_map"]
@@ -297,8 +302,8 @@ def _open(directory):
   return {name: file for file in opened.values() for name in file.keys()}
 
 
-def _open_one(file):
-  """One safetensors file, its header checked against its length."""
+def _open_one(file: pathlib.Path) -> Any:
+  """Opens a safetensors file, which checks its header against its length."""
   safetensors = require("safetensors", "train")
   if not file.is_file():
     raise ValueError(f"{file} is missing though {_INDEX} lists it")
@@ -311,10 +316,15 @@ def _open_one(file):
     ) from error
 
 
-def _check_rest(directory, config, params, tensors):
-  """Refuses tensors that nothing has read, unless they repeat others."""
+def _check_rest(
+    directory: pathlib.Path,
+    config: DecoderConfig,
+    params: dict[str, Any],
+    tensors: Mapping[str, Any],
+) -> None:
+  """Refuses tensors that were not read, except copies of others."""
   rest = set(tensors)
-  # Buffers of old exports, which follow from rope_theta.
+  # Old exports store these buffers, which follow from rope_theta.
   rest -= {name for name in rest if name.endswith(".rotary_emb.inv_freq")}
   head = _NAMES["lm_head/kernel"]
   if config.tied_head and head in rest:
@@ -335,7 +345,7 @@ def _check_rest(directory, config, params, tensors):
 def save_description(
     directory: str | pathlib.Path,
     config: DecoderConfig,
-    tokenizer: tokenizer_lib.Tokenizer,
+    tokenizer: Tokenizer,
     dtype: DTypeLike,
 ) -> None:
   """Writes everything of a model except its weights.
@@ -358,7 +368,7 @@ def save_description(
   generation = {"eos_token_id": eos_ids, "pad_token_id": tokenizer.pad_id}
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
-  # Written beside their destination: a rename is atomic only within one disk.
+  # Written next to the destination: a rename is atomic only within one disk.
   with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as folder:
     new = pathlib.Path(folder)
     tokenizer.save(new)
@@ -374,32 +384,33 @@ def save_description(
 def save(
     directory: str | pathlib.Path,
     config: DecoderConfig,
-    params: dict,
-    tokenizer: tokenizer_lib.Tokenizer,
+    params: dict[str, Any],
+    tokenizer: Tokenizer,
     *,
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-  """Writes a directory that `transformers` and `load` read.
+  """Saves a model as a directory that `transformers` and `load` can read.
 
-  Weights of an earlier model in the directory are replaced.
+  Replaces an earlier model in the directory.
 
   Args:
-    directory: created if it does not exist.
-    config: the decoder's configuration.
-    params: its parameters.
-    tokenizer: the model's tokenizer.
-    dtype: of the weights in the files, for example `"bfloat16"`; None keeps
-      the parameters' own.
-    max_shard_bytes: weights larger than this are split over several files.
+    directory: Created if it does not exist.
+    config: The decoder's configuration.
+    params: Parameters of `Decoder(config)`.
+    tokenizer: The model's tokenizer.
+    dtype: Dtype of the weights in the files, for example `"bfloat16"`; None
+      keeps that of the parameters.
+    max_shard_bytes: Weights larger than this are split over several files.
 
   Raises:
-    ValueError: if `params` are not those of `Decoder(config)`, or the family
-      is unknown.
-    OSError: if the directory cannot be written.
+    ValueError: If `params` are not those of `Decoder(config)`, or if the family
+      is unknown or cannot have the configuration.
+    OSError: If the directory cannot be written.
   """
   stored = dtype or params["embed"]["embedding"].dtype
-  _config_fields(config, tokenizer, stored)  # Refuses what it cannot write.
+  # Refuses an unknown family before anything is changed.
+  _config_fields(config, tokenizer, stored)
   shards, total = _plan(config, params, dtype, max_shard_bytes)
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
@@ -414,7 +425,7 @@ def save(
       file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
     arrays = {name: value() for name, value in shard.items()}
     save_file(arrays, directory / file, metadata={"format": "pt"})
-    # The package lets nobody but the owner read what it writes.
+    # The package makes its files readable by their owner only.
     (directory / file).chmod((directory / "config.json").stat().st_mode)
     weight_map.update(dict.fromkeys(shard, file))
   if len(shards) > 1:
@@ -423,8 +434,13 @@ def save(
     _dump(directory / _INDEX, index)
 
 
-def _plan(config, params, dtype, max_shard_bytes):
-  """Shards of functions that fetch one tensor each, and the total bytes."""
+def _plan(
+    config: DecoderConfig,
+    params: dict[str, Any],
+    dtype: DTypeLike | None,
+    max_shard_bytes: int,
+) -> tuple[list[_Shard], int]:
+  """Divides the tensors into shards; also returns their total bytes."""
 
   def fetch(path, layer, value):
     def run():
@@ -434,7 +450,7 @@ def _plan(config, params, dtype, max_shard_bytes):
 
     return run
 
-  shards = [{}]
+  shards: list[_Shard] = [{}]
   size = total = 0
   for path, layer, value in stacking.unstack(config, params):
     n_items = value.size if layer is None else value.size // config.n_layers
@@ -448,8 +464,10 @@ def _plan(config, params, dtype, max_shard_bytes):
   return shards, total
 
 
-def _config_fields(config, tokenizer, dtype):
-  """The content of config.json, in the fields that all releases read."""
+def _config_fields(
+    config: DecoderConfig, tokenizer: Tokenizer, dtype: DTypeLike
+) -> dict[str, Any]:
+  """Returns the content of config.json, in fields that all releases read."""
   architectures = {family: name for name, family in _FAMILIES.items()}
   if config.family not in architectures:
     raise ValueError(
@@ -462,7 +480,7 @@ def _config_fields(config, tokenizer, dtype):
         f"family {config.family!r} cannot be written with "
         f"qkv_bias={config.qkv_bias} and qk_norm={config.qk_norm}"
     )
-  fields = {
+  fields: dict[str, Any] = {
       "architectures": [architectures[config.family]],
       "attention_bias": False,
       "eos_token_id": tokenizer.eos_ids[0],
@@ -498,6 +516,6 @@ def _config_fields(config, tokenizer, dtype):
   return fields
 
 
-def _dump(file, content):
-  """Writes JSON."""
+def _dump(file: pathlib.Path, content: Mapping[str, Any]) -> None:
+  """Writes a JSON file."""
   file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

@@ -1,4 +1,4 @@
-"""Loads a model: from a path, or the one that a training config names."""
+"""Loads a model from a path, or the one that a training config names."""
 
 import dataclasses
 import pathlib
@@ -17,18 +17,17 @@ def from_path(
   """Loads a model.
 
   Args:
-    path: a Hugging Face directory, or a `.gguf` file.
-    param_dtype: dtype of the parameters, whatever the file's own.
+    path: A Hugging Face directory, or a `.gguf` file.
+    param_dtype: Dtype of the parameters, whatever it is in the file.
 
   Returns:
-    Configuration, parameters and tokenizer. To change how the model runs,
+    Configuration, parameters and tokenizer. To change how the model runs, use
     `dataclasses.replace(config, dtype="bfloat16", remat=True)`.
 
   Raises:
-    FileNotFoundError: if nothing is at `path`.
-    ValueError: if what is there is not a complete model of a known
-      architecture, or its tokenizer has ids without an embedding; names what
-      is wrong.
+    FileNotFoundError: If nothing is at `path`.
+    ValueError: If `path` is not a complete model of a known architecture, or
+      if its tokenizer has ids without an embedding.
   """
   path = pathlib.Path(path)
   if path.is_dir():
@@ -45,15 +44,18 @@ def from_path(
 
 
 def for_run(config: ml_collections.ConfigDict) -> Pretrained:
-  """Loads the model that `config.model` names, in the config's dtypes.
+  """Loads the model that `config.model` names, with the config's settings.
 
   Args:
     config: A config like `configs/quickstart.py`. The model `"tiny"` is made
-      from `config.seed`; any other is a path, see `from_path`.
+      from `config.seed`; any other name is a path, see `from_path`.
+
+  Returns:
+    Configuration (see `configure`), parameters and tokenizer.
 
   Raises:
     FileNotFoundError: If nothing is at that path.
-    ValueError: If what is there is not a complete model.
+    ValueError: If the path is not a complete model.
   """
   if config.model == "tiny":
     loaded = tiny.make_tiny(config.seed)
@@ -65,7 +67,15 @@ def for_run(config: ml_collections.ConfigDict) -> Pretrained:
 def configure(
     architecture: DecoderConfig, config: ml_collections.ConfigDict
 ) -> DecoderConfig:
-  """The architecture with the config's dtypes, recomputation and blocks."""
+  """Sets dtypes, recomputation and block sizes of an architecture.
+
+  Args:
+    architecture: A decoder's configuration.
+    config: A config like `configs/quickstart.py`.
+
+  Returns:
+    The architecture with the config's settings.
+  """
   return dataclasses.replace(
       architecture,
       dtype=config.dtype,

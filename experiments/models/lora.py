@@ -1,8 +1,8 @@
-"""LoRA: frozen kernels, each beside a trained product of two thin matrices.
+"""LoRA: frozen kernels, each with a trained product of two thin matrices.
 
-`y = x W + (alpha / rank) · (x a) b`. The adapters are part of the parameter
-tree: `wrap` puts a `LoRAKernel` where a target kernel was, and `merge` puts
-plain arrays back.
+A layer computes `y = x W + (alpha / rank) · (x a) b`. The adapters `a` and `b`
+are part of the parameters: `wrap` replaces each target kernel by a
+`LoRAKernel`, and `merge` turns these into plain arrays again.
 """
 
 import dataclasses
@@ -10,14 +10,14 @@ import re
 from typing import Any
 import zlib
 
+import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from experiments.parallel import sharding
 import logra_jax
-
-PyTree = Any
 
 
 @jax.tree_util.register_dataclass
@@ -29,23 +29,26 @@ class LoRAKernel(logra_jax.Kernel):
     kernel: `[*batch, d_in, d_out]`, never differentiated.
     a: `[*batch, d_in, rank]` float32.
     b: `[*batch, rank, d_out]` float32.
-    scaling: what the adapters' product is multiplied by.
-    dtype: dtype to compute in, None for the kernel's own.
+    scaling: Factor of the adapters' product, `alpha / rank`.
+    dtype: Dtype to compute in; None means that of the kernel.
   """
 
   kernel: jax.Array
   a: jax.Array
   b: jax.Array
   scaling: float = dataclasses.field(metadata={"static": True})
-  dtype: Any = dataclasses.field(default=None, metadata={"static": True})
+  dtype: DTypeLike | None = dataclasses.field(
+      default=None, metadata={"static": True}
+  )
 
   def dot_general(
       self,
       x: jax.Array,
-      dimension_numbers: Any,
-      precision: Any = None,
-      preferred_element_type: Any = None,
+      dimension_numbers: lax.DotDimensionNumbers,
+      precision: lax.PrecisionLike = None,
+      preferred_element_type: DTypeLike | None = None,
   ) -> jax.Array:
+    """Multiplies `x` by the kernel; arguments as in `jax.lax.dot_general`."""
     dtype = self.kernel.dtype if self.dtype is None else self.dtype
     n_batch = _check_axes(self.kernel, dimension_numbers)
     batch = tuple(range(n_batch))
@@ -56,7 +59,7 @@ class LoRAKernel(logra_jax.Kernel):
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
-    # Without this the backward pass would make the dense gradient.
+    # Without this, the backward pass would compute the dense gradient.
     kernel = lax.stop_gradient(self.kernel)
     y = dot(x, kernel, dimension_numbers)
     # [*batch, *free, rank]
@@ -65,7 +68,7 @@ class LoRAKernel(logra_jax.Kernel):
     return y + self.scaling * dot(projected, self.b, last)
 
   def merged(self) -> jax.Array:
-    """`W + scaling · a b`, made in float32, in the kernel's dtype."""
+    """Computes `W + scaling · a b` in float32; returns the kernel's dtype."""
     # [*batch, d_in, d_out] = [*batch, d_in, rank] @ [*batch, rank, d_out]
     delta = jnp.matmul(self.a, self.b, precision=lax.Precision.HIGHEST)
     wide = jnp.promote_types(self.kernel.dtype, jnp.float32)
@@ -73,8 +76,10 @@ class LoRAKernel(logra_jax.Kernel):
     return total.astype(self.kernel.dtype)
 
 
-def _check_axes(kernel: jax.Array, dimension_numbers: Any) -> int:
-  """The number of batch axes; raises where others than the input contract."""
+def _check_axes(
+    kernel: jax.Array, dimension_numbers: lax.DotDimensionNumbers
+) -> int:
+  """Returns the number of batch axes; only the input axis can be contracted."""
   (_, contract), (_, batch) = dimension_numbers
   n_batch = kernel.ndim - 2
   if tuple(contract) != (n_batch,) or tuple(batch) != tuple(range(n_batch)):
@@ -90,33 +95,36 @@ def _is_adapted(x: Any) -> bool:
   return isinstance(x, LoRAKernel)
 
 
-def wrap(params: PyTree, rank: int, alpha: float, seed: int) -> PyTree:
-  """Puts adapters beside the seven projections of every layer.
+def wrap(
+    params: chex.ArrayTree, rank: int, alpha: float, seed: int
+) -> chex.ArrayTree:
+  """Adds adapters to the seven projections of every layer.
 
-  The model is the same function at first: `b` is 0. `a` is uniform within
-  `±1 / √d_in` (Kaiming's, as `peft` draws it), from the seed and the path.
+  The model computes the same function at first, because `b` is 0. `a` is
+  uniform within `±1 / √d_in` (Kaiming's, as in `peft`) and depends on the seed
+  and the kernel's path only.
 
   Args:
-    params: the model's parameters; also within `jax.eval_shape`.
-    rank: columns of `a`, rows of `b`.
-    alpha: `alpha / rank` multiplies the product.
-    seed: of the initial `a`.
+    params: The model's parameters; can be abstract, in `jax.eval_shape`.
+    rank: Columns of `a` and rows of `b`.
+    alpha: Scale of the adapters; `alpha / rank` multiplies their product.
+    seed: Random seed of the initial `a`.
 
   Returns:
-    The tree with a `LoRAKernel` for every kernel that
-    `logra_jax.DEFAULT_TARGETS` matches.
+    The parameters, with a `LoRAKernel` for every kernel whose path matches
+    `logra_jax.DEFAULT_TARGETS`.
 
   Raises:
-    ValueError: it matches none.
+    ValueError: If no path matches.
   """
-  found = False
+  adapted = False
 
   def adapt(key_path, kernel):
-    nonlocal found
+    nonlocal adapted
     path = sharding.path_of(key_path)
     if not re.fullmatch(logra_jax.DEFAULT_TARGETS, path):
       return kernel
-    found = True
+    adapted = True
     *batch, d_in, d_out = kernel.shape
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
     bound = d_in**-0.5
@@ -126,7 +134,7 @@ def wrap(params: PyTree, rank: int, alpha: float, seed: int) -> PyTree:
     return LoRAKernel(kernel, a, b, alpha / rank)
 
   wrapped = jax.tree_util.tree_map_with_path(adapt, params)
-  if not found:
+  if not adapted:
     raise ValueError(
         "params has no kernel for LoRA: none of its paths matches"
         f" {logra_jax.DEFAULT_TARGETS!r}"
@@ -134,14 +142,15 @@ def wrap(params: PyTree, rank: int, alpha: float, seed: int) -> PyTree:
   return wrapped
 
 
-def merge(params: PyTree) -> PyTree:
-  """The parameters as plain arrays, adapters added to their kernels.
+def merge(params: chex.ArrayTree) -> chex.ArrayTree:
+  """Adds the adapters to their kernels.
 
   Args:
-    params: of `wrap`, trained or not; a tree without adapters stays as it is.
+    params: Parameters from `wrap`, trained or not. Parameters without adapters
+      are returned unchanged.
 
   Returns:
-    The tree of the model, in the kernels' dtypes.
+    The model's parameters as plain arrays, in the kernels' dtypes.
   """
   return jax.tree.map(
       lambda x: x.merged() if _is_adapted(x) else x,

@@ -1,20 +1,20 @@
-"""What a model needs to run: configuration, parameters and tokenizer."""
+"""A loaded model: configuration, parameters and tokenizer."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments.models.config import DecoderConfig
 from experiments.models.tokenizer import Tokenizer
 
 
 class Pretrained(NamedTuple):
-  """What a model needs to run.
+  """A loaded model.
 
   Attributes:
-    config: the decoder's configuration.
-    params: parameters of `Decoder(config)`, a nested dict of jax arrays.
-    tokenizer: the model's tokenizer and chat template.
+    config: The decoder's configuration.
+    params: Parameters of `Decoder(config)`, a nested dict of JAX arrays.
+    tokenizer: The model's tokenizer, with its chat template.
   """
 
   config: DecoderConfig
-  params: dict
+  params: dict[str, Any]
   tokenizer: Tokenizer

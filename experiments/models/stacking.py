@@ -1,10 +1,12 @@
-"""Weights one layer at a time, as files hold them, and stacked, as we do.
+"""Converts between weights of single layers and weights stacked over layers.
 
-A parameter is named by its path in the decoder's tree, such as
-`("layers", "q_proj", "kernel")`, with the layer's number beside it.
+Model files hold the former, the decoder's parameters are the latter. A
+parameter is named by its path in the decoder's tree, such as
+`("layers", "q_proj", "kernel")`, and by the number of its layer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from flax import traverse_util
 import jax
@@ -18,7 +20,7 @@ Path = tuple[str, ...]
 
 
 def param_shapes(config: DecoderConfig) -> dict[Path, tuple[int, ...]]:
-  """Shape of each parameter of `Decoder(config)`, stacked, by its path."""
+  """Returns the shape of each stacked parameter of `Decoder(config)`."""
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
   tree = jax.eval_shape(Decoder(config).init, jax.random.key(0), tokens)
   flat = traverse_util.flatten_dict(tree["params"])
@@ -28,20 +30,23 @@ def param_shapes(config: DecoderConfig) -> dict[Path, tuple[int, ...]]:
 def stack(
     config: DecoderConfig,
     read: Callable[[Path, int | None], tuple[str, np.ndarray]],
-) -> dict:
-  """Builds the decoder's parameter tree, holding one layer twice at most.
+) -> dict[str, Any]:
+  """Builds the decoder's parameters from those of single layers.
+
+  At most one layer's parameter is in memory twice.
 
   Args:
-    config: the decoder's configuration; its `param_dtype` is the tree's.
-    read: gives the file's name for the parameter and its value in our layout
-      (`[d_in, d_out]` for kernels), from path and layer. The layer is None
-      for a parameter that does not belong to one.
+    config: The decoder's configuration. Parameters get its `param_dtype`.
+    read: Takes path and layer of a parameter, and returns the parameter's name
+      in the file and its value in the decoder's layout (`[d_in, d_out]` for
+      kernels). The layer is None for a parameter outside the layers.
 
   Returns:
-    The nested dict of jax arrays that `Decoder(config).apply` takes.
+    The nested dict of JAX arrays that `Decoder(config).apply` takes.
 
   Raises:
-    ValueError: if a value has another shape than the configuration says.
+    ValueError: If a value does not have the shape that the configuration
+      implies.
   """
   dtype = jnp.dtype(config.param_dtype)
   flat = {}
@@ -58,19 +63,19 @@ def stack(
 
 
 def unstack(
-    config: DecoderConfig, params: dict
+    config: DecoderConfig, params: Mapping[str, Any]
 ) -> Iterator[tuple[Path, int | None, jax.Array]]:
   """Yields path, layer and *stacked* value of each parameter of each layer.
 
-  The caller takes `value[layer]` when it needs it; the layer is None for a
-  parameter that does not belong to one.
+  The caller takes `value[layer]` when it needs it. The layer is None for a
+  parameter outside the layers.
 
   Args:
-    config: the decoder's configuration.
-    params: its parameter tree.
+    config: The decoder's configuration.
+    params: Parameters of `Decoder(config)`.
 
   Raises:
-    ValueError: if the tree is not that of `Decoder(config)`.
+    ValueError: If the parameters are not those of `Decoder(config)`.
   """
   flat = traverse_util.flatten_dict(params)
   shapes = param_shapes(config)
@@ -86,8 +91,8 @@ def unstack(
       yield path, layer, value
 
 
-def _checked(name, value, shape):
-  """The value, once its shape is what the configuration implies."""
+def _checked(name: str, value: Any, shape: tuple[int, ...]) -> Any:
+  """Returns the value if it has the shape that the configuration implies."""
   if value.shape != shape:
     raise ValueError(
         f"{name} has shape {list(value.shape)} (kernels: [d_in, d_out]) where "

@@ -1,10 +1,10 @@
-"""Text to token ids and back, and the chat template.
+"""Converts text to token ids and back, and renders chats.
 
-Byte-level BPE by the `tokenizers` package, from a Hugging Face directory or
-from the metadata of a GGUF file.
+Tokenizers come from a Hugging Face directory or from the metadata of a GGUF
+file. The `tokenizers` package does the work.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import datetime
 import functools
 import json
@@ -16,13 +16,13 @@ from experiments._optional import require
 
 tokenizers = require("tokenizers", "train")
 jinja2 = require("jinja2", "train")
-jinja2_ext = require("jinja2.ext", "train")
+jinja2_ext: Any = require("jinja2.ext", "train")
 sandbox = require("jinja2.sandbox", "train")
 
-# Tokens that end a turn or a text wherever they exist in a vocabulary.
+# Tokens that end a turn or a text in any vocabulary that has them.
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 
-# How GGUF's `tokenizer.ggml.pre` splits text before the merges.
+# How the kinds of `tokenizer.ggml.pre` in GGUF split text before the merges.
 _DIGITS_1 = r"\p{N}"
 _DIGITS_3 = r"\p{N}{1,3}"
 _WORDS = (
@@ -30,8 +30,8 @@ _WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# What chat templates take for now: prompts must not change from run to run.
-# Llama 3's template has this date where it is not told another.
+# The current time for chat templates, fixed so that prompts do not change from
+# run to run. Llama 3's template uses the same date by default.
 _TODAY = datetime.datetime(2024, 7, 26)
 
 Message = Mapping[str, Any]
@@ -41,11 +41,11 @@ class Tokenizer:
   """A tokenizer with its chat template and the ids that end a turn.
 
   Attributes:
-    eos_ids: every id that ends a turn; the model's own first.
-    pad_id: id to fill padding with; it may also be one of `eos_ids`.
-    vocab_size: the highest id, added tokens included, and 1. The model's
-      embedding may have more rows.
-    settings: the content of `tokenizer_config.json`, chat template included.
+    eos_ids: All ids that end a turn, beginning with that of `eos_token`.
+    pad_id: The id of padding; it can also be one of `eos_ids`.
+    vocab_size: The highest id plus 1, including added tokens. The model's
+      embedding can have more rows.
+    settings: The content of `tokenizer_config.json`, with the chat template.
   """
 
   def __init__(
@@ -54,16 +54,17 @@ class Tokenizer:
       settings: Mapping[str, Any],
       extra_eos_ids: Sequence[int] = (),
   ):
-    """Wraps a backend.
+    """Wraps a tokenizer of the `tokenizers` package.
 
     Args:
-      backend: a `tokenizers.Tokenizer`.
-      settings: `eos_token`, and where they exist `bos_token`, `unk_token`,
+      backend: A `tokenizers.Tokenizer`.
+      settings: `eos_token` and, optionally, `bos_token`, `unk_token`,
         `pad_token` and `chat_template`, as in `tokenizer_config.json`.
-      extra_eos_ids: ids that end a turn beside `eos_token`'s.
+      extra_eos_ids: Ids that end a turn in addition to that of `eos_token`.
 
     Raises:
-      ValueError: if `eos_token` is missing or not in the vocabulary.
+      ValueError: If `eos_token` is missing or not in the vocabulary, or if the
+        chat template has a syntax error.
     """
     self._backend = backend
     self.settings = dict(settings)
@@ -83,8 +84,8 @@ class Tokenizer:
     template = settings["chat_template"] if "chat_template" in settings else ""
     self._template = _compile(template) if template else None
 
-  def _known(self, name):
-    """The id of a named token, which must have one."""
+  def _known(self, name: str) -> int:
+    """Returns the id of a named token, which must be in the vocabulary."""
     token = self._tokens[name]
     index = self._backend.token_to_id(token)
     if index is None:
@@ -92,13 +93,13 @@ class Tokenizer:
     return index
 
   def encode(self, text: str, add_special: bool = False) -> list[int]:
-    """Token ids of a text.
+    """Converts a text to token ids.
 
     Args:
-      text: special tokens written in it become their ids, as a chat
-        template's output needs.
-      add_special: whether to add what the model's own tokenizer puts around
-        a bare text, such as a begin token. Leave it off for chats.
+      text: The text. Special tokens in it become their ids, as the output of a
+        chat template needs.
+      add_special: Whether to add the special tokens that the model's tokenizer
+        puts around a plain text, such as a begin token. Leave it off for chats.
 
     Returns:
       The ids.
@@ -106,25 +107,36 @@ class Tokenizer:
     return self._backend.encode(text, add_special_tokens=add_special).ids
 
   def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-    """The text of token ids, with or without special tokens."""
+    """Converts token ids to text.
+
+    Args:
+      ids: The ids.
+      skip_special: Whether to leave out special tokens.
+
+    Returns:
+      The text.
+    """
     ids = [int(i) for i in ids]
     return self._backend.decode(ids, skip_special_tokens=skip_special)
 
   def token_bytes(self) -> list[bytes]:
-    """What each id adds to a decoded text, in UTF-8; `[vocab_size]` long.
+    """Returns the UTF-8 bytes that each id adds to a decoded text.
 
-    Special tokens add nothing, as in `decode`. A character may go over several
-    tokens.
+    Special tokens add nothing, as in `decode`. The bytes of a character can be
+    spread over several tokens.
+
+    Returns:
+      A list of `vocab_size` byte strings.
 
     Raises:
-      ValueError: if the tokenizer's decoder is none of the known kinds.
+      ValueError: If the tokenizer's decoder is of an unknown kind.
     """
     decoder = json.loads(self._backend.to_str())["decoder"]
     name = None if decoder is None else decoder["type"]
     if name not in _BYTES:
       raise ValueError(
-          f"what the tokens of a tokenizer with decoder {name!r} decode to is"
-          f" not known (known: {', '.join(_BYTES)}): give no stop strings"
+          f"the bytes of tokens are unknown for a tokenizer with decoder"
+          f" {name!r} (known: {', '.join(_BYTES)}): give no stop strings"
       )
     added = self._backend.get_added_tokens_decoder()
 
@@ -146,17 +158,17 @@ class Tokenizer:
     """Renders a conversation with the model's chat template.
 
     Args:
-      messages: dicts with `role` and `content`, oldest first.
-      add_generation_prompt: whether to open the assistant's turn.
-      **switches: what else the template reads, such as
+      messages: Dicts with `role` and `content`, oldest first.
+      add_generation_prompt: Whether to open the assistant's turn.
+      **switches: Other variables that the template reads, such as
         `enable_thinking=False`.
 
     Returns:
       The text to encode.
 
     Raises:
-      ValueError: if the model has no chat template, or it refuses the
-        messages or fails on them.
+      ValueError: If the model has no chat template, or if the template refuses
+        the messages or fails on them.
     """
     if self._template is None:
       raise ValueError(
@@ -174,7 +186,7 @@ class Tokenizer:
       raise ValueError(
           f"the chat template refuses these messages: {error}"
       ) from error
-    except Exception as error:  # A template is code, and may fail like code.
+    except Exception as error:  # A template is code and can raise anything.
       raise ValueError(
           "the chat template fails on these messages"
           f" ({type(error).__name__}: {error}): {messages!r:.200}"
@@ -184,21 +196,25 @@ class Tokenizer:
     """Refuses a model whose embedding has fewer rows than there are ids.
 
     Args:
-      rows: of the embedding.
-      path: of the model, for the error.
+      rows: Number of rows of the embedding.
+      path: Path of the model, for the error message.
 
     Raises:
-      ValueError: names both numbers.
+      ValueError: If there are too few rows; the message names both numbers.
     """
     if self.vocab_size > rows:
       raise ValueError(
           f"the tokenizer in {path} has {self.vocab_size} ids, the model only "
-          f"vocab_size={rows} rows of embeddings: files of two models, or "
-          "tokens that were added without embeddings"
+          f"vocab_size={rows} rows of embeddings: use files of one model, and "
+          "add embeddings for added tokens"
       )
 
   def save(self, directory: str | pathlib.Path) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json`."""
+    """Writes `tokenizer.json` and `tokenizer_config.json`.
+
+    Args:
+      directory: An existing directory.
+    """
     directory = pathlib.Path(directory)
     self._backend.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings}
@@ -209,18 +225,18 @@ class Tokenizer:
 def from_directory(
     directory: str | pathlib.Path, extra_eos_ids: Sequence[int] = ()
 ) -> Tokenizer:
-  """Reads the tokenizer of a Hugging Face directory.
+  """Loads the tokenizer of a Hugging Face directory.
 
   Args:
-    directory: with `tokenizer.json`, `tokenizer_config.json` and, unless the
-      latter holds it, `chat_template.jinja`.
-    extra_eos_ids: ids that the model's own configuration ends a turn with.
+    directory: Holds `tokenizer.json`, `tokenizer_config.json` and, unless the
+      latter contains the chat template, `chat_template.jinja`.
+    extra_eos_ids: Ids that end a turn by the model's configuration.
 
   Returns:
     The tokenizer.
 
   Raises:
-    ValueError: if a file is missing or cannot be read.
+    ValueError: If a file is missing or cannot be read.
   """
   directory = pathlib.Path(directory)
   backend_file = directory / "tokenizer.json"
@@ -232,7 +248,7 @@ def from_directory(
     backend = tokenizers.Tokenizer.from_file(str(backend_file))
   except Exception as error:  # The package raises nothing narrower.
     raise ValueError(f"{backend_file} cannot be read: {error}") from error
-  # Both would silently change what a prompt or a completion is.
+  # Both would silently change prompts and completions.
   backend.no_padding()
   backend.no_truncation()
   settings = json.loads(settings_file.read_text("utf-8"))
@@ -248,17 +264,16 @@ def from_directory(
 
 
 def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-  """Builds the tokenizer that a GGUF file describes.
+  """Makes the tokenizer that a GGUF file describes.
 
   Args:
-    metadata: the file's keys and values; those under `tokenizer.` are used.
+    metadata: The file's metadata; keys that begin with `tokenizer.` are used.
 
   Returns:
     The tokenizer.
 
   Raises:
-    ValueError: if the file's tokenizer is not one of the known byte-level
-      BPE kinds.
+    ValueError: If the file's tokenizer is not byte-level BPE of a known kind.
   """
   prefix = "tokenizer.ggml."
   model, pre = metadata[prefix + "model"], metadata[prefix + "pre"]
@@ -270,7 +285,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
   names = metadata[prefix + "tokens"]
   vocab = {name: i for i, name in enumerate(names)}
   merges = [tuple(m.split(" ", 1)) for m in metadata[prefix + "merges"]]
-  normalizer, splitter, ignore_merges = _splitter(pre)
+  normalizer, splitter, ignore_merges = gguf_splitter(pre)
   try:
     model = tokenizers.models.BPE(vocab, merges, ignore_merges=ignore_merges)
   except Exception as error:  # The package raises nothing narrower.
@@ -301,8 +316,19 @@ _GGUF_TOKENS = {
 }
 
 
-def _splitter(pre):
-  """Normalizer, pre-tokenizer and whether whole words skip the merges."""
+def gguf_splitter(pre: str) -> tuple[Any, Any, bool]:
+  """Returns how a GGUF tokenizer splits text before the merges.
+
+  Args:
+    pre: The kind of splitting, `tokenizer.ggml.pre` in the file.
+
+  Returns:
+    A normalizer or None, a pre-tokenizer, and whether a word that is itself a
+    token skips the merges.
+
+  Raises:
+    ValueError: If the kind is unknown.
+  """
   split = tokenizers.pre_tokenizers
   if pre == "smollm":
     steps = [split.Digits(individual_digits=True)]
@@ -321,8 +347,10 @@ def _splitter(pre):
   return nfc, split.Sequence(steps), pre == "llama-bpe"
 
 
-def _add_tokens(backend, names, types):
-  """Declares control (3) and user-defined (4) tokens, so they never split."""
+def _add_tokens(
+    backend: Any, names: Sequence[str], types: Sequence[int]
+) -> None:
+  """Adds control (3) and user-defined (4) tokens, which are never split."""
   control = [n for n, t in zip(names, types, strict=True) if t == 3]
   defined = [n for n, t in zip(names, types, strict=True) if t == 4]
   token = tokenizers.AddedToken
@@ -334,10 +362,10 @@ def _add_tokens(backend, names, types):
 
 @functools.cache
 def _byte_of() -> dict[str, int]:
-  """The byte that each character of a byte-level vocabulary stands for.
+  """Returns the byte of each character of a byte-level vocabulary.
 
-  Printable bytes stand for themselves, and the others for what follows U+0100
-  (GPT-2's table).
+  In this table of GPT-2, printable bytes are written as themselves and the
+  others as the characters from U+0100 on.
   """
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [i for i in range(256) if i not in printable]
@@ -345,24 +373,24 @@ def _byte_of() -> dict[str, int]:
   return table | {chr(256 + n): i for n, i in enumerate(others)}
 
 
-def _byte_level(text):
-  """Bytes of a byte-level token; one with other characters is plain text."""
+def _byte_level(text: str) -> bytes:
+  """Returns the bytes of a byte-level token, or of a token in plain text."""
   table = _byte_of()
   if any(char not in table for char in text):
     return text.encode()
   return bytes(table[char] for char in text)
 
 
-def _word_piece(text):
-  """Bytes of a SentencePiece token."""
+def _word_piece(text: str) -> bytes:
+  """Returns the bytes of a SentencePiece token."""
   byte = re.fullmatch(r"<0x([0-9A-F]{2})>", text)
   if byte:
     return bytes([int(byte[1], 16)])
   return text.replace("▁", " ").encode()
 
 
-# Bytes of a token, by the type of the tokenizer's decoder.
-_BYTES = {
+# Converts a token to bytes, by the type of the tokenizer's decoder.
+_BYTES: dict[str, Callable[[str], bytes]] = {
     "ByteLevel": _byte_level,
     "Fuse": str.encode,
     "Metaspace": _word_piece,
@@ -370,17 +398,17 @@ _BYTES = {
 }
 
 
-def _content(settings, name):
-  """A named token's text, from its short or its long JSON form, or None."""
+def _content(settings: Mapping[str, Any], name: str) -> str | None:
+  """Returns a named token from its short or long JSON form, or None."""
   token = settings[name] if name in settings else None
   return token["content"] if isinstance(token, Mapping) else token
 
 
-def _compile(template):
-  """A chat template with what such templates may use, and nothing more."""
+def _compile(template: str) -> Any:
+  """Compiles a chat template, in a sandbox with the usual extensions."""
 
+  # Marks the assistant's words, which are rendered unchanged.
   class Generation(jinja2_ext.Extension):
-    """`{% generation %}` marks the assistant's words; it renders as is."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -392,7 +420,7 @@ def _compile(template):
   def refuse(message):
     raise jinja2.TemplateError(message)
 
-  # Jinja's own `tojson` escapes what belongs to HTML.
+  # Jinja's own `tojson` escapes HTML.
   def tojson(value, **options):
     return json.dumps(value, **{"ensure_ascii": False, **options})
 

@@ -210,7 +210,7 @@ def gguf_metadata(pre, pieces=()):
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe"])
 def test_text_is_cut_as_transformers_cuts_it(pre):
-  normalizer, splitter, _ = tokenizer_lib._splitter(pre)
+  normalizer, splitter, _ = tokenizer_lib.gguf_splitter(pre)
   for text, pieces in read("splits.json")[pre]:
     if normalizer is not None:
       text = normalizer.normalize_str(text)
