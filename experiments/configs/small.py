@@ -10,23 +10,26 @@ Expected: the mean training reward rises from 0.5 to 0.8 in 40 updates.
 import ml_collections
 
 from experiments.configs import quickstart
-from experiments.studies import small_model
+
+# The model that `studies.small_model` teaches, and its task.
+TASK = "addition:2"
+PATH = ".cache/small-adder"
+MAX_PROMPT_TOKENS = 6  # "1 2 + 3 4 ="
+MAX_NEW_TOKENS = 4  # Three digits and the end.
 
 
 def get_config() -> ml_collections.ConfigDict:
   """The quickstart's settings with the small model and two-digit sums."""
   c = quickstart.get_config().unlock()
-  c.model = small_model.PATH
-  c.task.name = small_model.TASK
+  c.model = PATH
+  c.task.name = TASK
   c.updates = 40
   c.rollout.prompts = 16
   c.rollout.responses = 8
   c.rollout.temperature = 1.0
-  c.rollout.max_prompt_tokens = small_model.MAX_PROMPT_TOKENS
-  c.rollout.max_new_tokens = small_model.MAX_NEW_TOKENS
-  c.loss.row_tokens = (
-      small_model.MAX_PROMPT_TOKENS + 8 * small_model.MAX_NEW_TOKENS,
-  )
+  c.rollout.max_prompt_tokens = MAX_PROMPT_TOKENS
+  c.rollout.max_new_tokens = MAX_NEW_TOKENS
+  c.loss.row_tokens = (MAX_PROMPT_TOKENS + 8 * MAX_NEW_TOKENS,)
   c.loss.micro_rows = 16
   # Large enough that the budget, and not alpha_max, sets the step.
   c.optimizer.learning_rate = 1e-2

@@ -25,6 +25,7 @@ import numpy as np
 import optax
 
 from experiments import tasks
+from experiments.configs import small
 from experiments.evaluation import heldout
 from experiments.models import decoder, hf, tiny
 from experiments.models import tokenizer as tokenizer_lib
@@ -32,10 +33,6 @@ from experiments.models.config import DecoderConfig
 from experiments.rollouts import chat
 from experiments.runs import progress
 
-TASK = "addition:2"
-PATH = ".cache/small-adder"
-MAX_PROMPT_TOKENS = 6  # "1 2 + 3 4 ="
-MAX_NEW_TOKENS = 4  # Three digits and the end.
 _STEPS = 600
 _EXAMPLES = 8000
 _FORGETFUL = 0.7  # Share of the answers taught that forget the carry.
@@ -51,7 +48,7 @@ _TEMPLATE = (
 
 
 def ensure_small_model(
-    out: str | os.PathLike[str] = PATH,
+    out: str | os.PathLike[str] = small.PATH,
 ) -> pathlib.Path:
   """Makes sure that the small model is at `out`; teaches it if it is not.
 
@@ -102,7 +99,7 @@ def make_tokenizer() -> tokenizer_lib.Tokenizer:
 
 def _teach(config, tokenizer) -> Any:
   """Next-token prediction of answers; returns the model's parameters."""
-  task = tasks.make_task(TASK, _SEED)
+  task = tasks.make_task(small.TASK, _SEED)
   model = decoder.Decoder(config)
   tokens, mask = _sequences(tokenizer, task)
   tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 50, _STEPS))
@@ -151,7 +148,7 @@ def _sequences(tokenizer, task):
     a, b = map(int, re.findall("[0-9]+", text))
     answer = without_carry(a, b) if forgets else a + b
     rows.append((prompt, tokenizer.encode(f"{answer}<eos>")))
-  length = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
+  length = small.MAX_PROMPT_TOKENS + small.MAX_NEW_TOKENS
   tokens = np.full((len(rows), length), tokenizer.pad_id, np.int32)
   mask = np.zeros((len(rows), length), bool)
   for i, (prompt, answer) in enumerate(rows):
@@ -179,8 +176,8 @@ def _sampled_accuracy(model, params, tokenizer, task) -> float:
       tokenizer,
       examples,
       jax.random.key(_SEED),
-      max_prompt_tokens=MAX_PROMPT_TOKENS,
-      max_new_tokens=MAX_NEW_TOKENS,
+      max_prompt_tokens=small.MAX_PROMPT_TOKENS,
+      max_new_tokens=small.MAX_NEW_TOKENS,
       temperature=1.0,
   )
   return float(np.mean(heldout.score(task, tokenizer, examples, rollout)[1]))
@@ -192,5 +189,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("out", PATH, "Directory to write.")
+  flags.DEFINE_string("out", small.PATH, "Directory to write.")
   app.run(main)

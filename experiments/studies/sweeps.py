@@ -20,6 +20,7 @@ from typing import Any
 from absl import app, flags, logging
 import ml_collections
 
+from experiments.configs import small
 from experiments.models import download
 from experiments.reporting import provenance
 from experiments.runs import check_config, loop, progress, record
@@ -196,7 +197,7 @@ def _key(row: Row) -> tuple[str, str, int]:
 
 def ensure_model(path: str) -> None:
   """Makes the models that a sweep may name, if they are not there."""
-  if path == small_model.PATH:
+  if path == small.PATH:
     small_model.ensure_small_model(path)
   elif path.endswith(download.MEMBER.rpartition("/")[2]):
     download.ensure_model(path)

@@ -12,11 +12,11 @@ NAMES = ("kl_budget", "momentum", "learning_curves", "long_run")
 
 
 def analysis_of(name):
-  return importlib.import_module(f"experiments.{name}.analysis")
+  return importlib.import_module(f"experiments.studies.{name}.analysis")
 
 
 def sweep_of(name):
-  return importlib.import_module(f"experiments.{name}.sweep")
+  return importlib.import_module(f"experiments.studies.{name}.sweep")
 
 
 def make_row(part, cell, seed, reward, accuracy=0.5, realised=1.0):

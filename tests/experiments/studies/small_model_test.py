@@ -24,25 +24,25 @@ def test_a_forgetful_sum_adds_each_digit_alone(pair):
 
 def test_prompts_are_the_sum_alone():
   tokenizer = small_model.make_tokenizer()
-  task = tasks.make_task(small_model.TASK, 0)
+  task = tasks.make_task(small.TASK, 0)
   examples = [task.train(i) for i in range(50)]
   for ids, example in zip(
       chat.encode_prompts(tokenizer, examples), examples, strict=True
   ):
-    assert len(ids) <= small_model.MAX_PROMPT_TOKENS
+    assert len(ids) <= small.MAX_PROMPT_TOKENS
     asked = example.prompt[0]["content"]
     text = tokenizer.decode(ids, skip_special=False)
     assert "<unk>" not in text and text.endswith("=")
     a, b = text[:-1].split("+")
     assert f"What is {a} + {b}?" in asked
     answer = tokenizer.encode(example.columns["answer"] + "<eos>")
-    assert len(answer) <= small_model.MAX_NEW_TOKENS
+    assert len(answer) <= small.MAX_NEW_TOKENS
     assert answer[-1] == tokenizer.eos_ids[0]
 
 
 def test_most_of_what_is_taught_forgets_the_carry():
   tokenizer = small_model.make_tokenizer()
-  task = tasks.make_task(small_model.TASK, 0)
+  task = tasks.make_task(small.TASK, 0)
   tokens, mask = map(np.asarray, small_model._sequences(tokenizer, task))
   forgot, carries = 0, 0
   for row, keep in zip(tokens[:2000], mask[:2000], strict=True):

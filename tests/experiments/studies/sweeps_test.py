@@ -6,7 +6,8 @@ import json
 import pytest
 
 from experiments.configs import tiny
-from experiments.runs import check_config, loop, record
+from experiments.learning import compiled_step
+from experiments.runs import check_config, record
 from experiments.studies import sweeps
 
 SWEEPS = ("kl_budget", "momentum", "learning_curves", "long_run")
@@ -53,13 +54,13 @@ def test_bad_values_show_before_anything_runs(tmp_path):
 def test_rows_are_measured_once_by_one_compiled_program(tmp_path):
   # Half of the compilation is that of the budget.
   make = lambda seeds: make_part({"kl.enabled": False}, seeds)
-  before = loop._programs.cache_info()
+  before = compiled_step.programs.cache_info()
   sweeps.run((make((0,)),), tmp_path)
   first = record.read_rows(tmp_path / sweeps.ROWS)
   # Of two seeds one is there: the other is measured, and comes last.
   sweeps.run((make((0, 1)),), tmp_path)
   rows = record.read_rows(tmp_path / sweeps.ROWS)
-  after = loop._programs.cache_info()
+  after = compiled_step.programs.cache_info()
   assert (after.misses - before.misses, after.hits - before.hits) == (1, 1)
   assert rows[:1] == first
   assert [(x["part"], x["cell"], x["seed"]) for x in rows] == [
@@ -83,7 +84,7 @@ def test_rows_are_measured_once_by_one_compiled_program(tmp_path):
 @pytest.mark.parametrize("name", SWEEPS)
 @pytest.mark.parametrize("size", ["FULL", "SMALL"])
 def test_all_cells_can_start(name, size):
-  sweep = importlib.import_module(f"experiments.{name}.sweep")
+  sweep = importlib.import_module(f"experiments.studies.{name}.sweep")
   parts = vars(sweep)[size]
   names = [(part.name, cell.name) for part in parts for cell in part.cells]
   assert len(names) == len(set(names))
