@@ -1,14 +1,15 @@
-"""Makes the golden files beside it, with torch and transformers.
+"""Makes the golden files in this folder with torch and transformers.
 
   python tests/golden/make_golden.py [smollm2.gguf]
 
-Made with torch 2.13, transformers 5.24 and, for the tokenizer of the given
-GGUF file, gguf 0.19. The tests read the files and need none of the three.
+The files were made with torch 2.13, transformers 5.24 and, for the tokenizer of
+the given GGUF file, gguf 0.19. The tests that read them need none of the three.
 """
 
 import json
 import pathlib
 import sys
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -75,7 +76,7 @@ LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    # So short that all three kinds of wavelength occur in eight features.
+    # So short that heads of eight features have all three kinds of wavelength.
     "original_max_position_embeddings": 32,
 }
 
@@ -100,7 +101,7 @@ MODELS = {
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-  """A byte-level BPE tokenizer of 128 ids, trained on the texts above."""
+  """Makes a byte-level BPE tokenizer of 128 ids, trained on the texts above."""
   backend = tokenizers.Tokenizer(tokenizers.models.BPE())
   backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
       [
@@ -126,8 +127,12 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
   )
 
 
-def make_model(name: str, tokenizer, batch: dict) -> None:
-  """A random checkpoint in bfloat16, and its float32 logits."""
+def make_model(
+    name: str,
+    tokenizer: transformers.PreTrainedTokenizerFast,
+    batch: dict[str, np.ndarray],
+) -> None:
+  """Saves a random checkpoint in bfloat16, and its float32 logits."""
   kind, fields = MODELS[name]
   torch.manual_seed(len(name) + ord(name[-1]))
   model = transformers.AutoModelForCausalLM.from_config(
@@ -140,12 +145,12 @@ def make_model(name: str, tokenizer, batch: dict) -> None:
         value.add_(1.0)
   model = model.to(torch.bfloat16)
   directory = HERE / name
-  # The untied Llama comes in shards, the others in one file.
+  # The untied Llama is saved in shards, the others in one file.
   shard = "30KB" if name == "llama3" else "1GB"
   model.save_pretrained(directory, max_shard_size=shard)
   tokenizer.save_pretrained(directory)
 
-  # Read back, since rounding the model has rounded its rotary table as well.
+  # Loaded again, because `to` has also rounded the model's rotary table.
   model = transformers.AutoModelForCausalLM.from_pretrained(
       directory, dtype=torch.float32
   ).eval()
@@ -160,16 +165,16 @@ def make_model(name: str, tokenizer, batch: dict) -> None:
   np.savez_compressed(directory / "logits.npz", logits=logits.numpy(), **batch)
 
 
-def make_batch() -> dict:
-  """Three left-padded rows of twelve tokens."""
+def make_batch() -> dict[str, np.ndarray]:
+  """Makes three left-padded rows of twelve tokens."""
   rng = np.random.default_rng(0)
   valid = np.arange(12)[None] >= np.array([0, 3, 7])[:, None]
   tokens = rng.integers(6, SHARED["vocab_size"], valid.shape)
   return {"tokens": np.where(valid, tokens, 2), "valid": valid}
 
 
-def describe(tokenizer) -> dict:
-  """What the tokenizer makes of the texts and the chats."""
+def describe(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, Any]:
+  """Encodes the texts and renders the chats."""
 
   def encode(text):
     return tokenizer.encode(text, add_special_tokens=False)
@@ -189,8 +194,8 @@ def describe(tokenizer) -> dict:
   }
 
 
-def make_splits() -> dict:
-  """How transformers' Qwen2 and Llama 3 cut the texts before the merges."""
+def make_splits() -> dict[str, Any]:
+  """Splits the texts like transformers' Qwen2 and Llama 3 before the merges."""
   qwen = transformers.Qwen2Tokenizer().backend_tokenizer
   pattern = transformers.convert_slow_tokenizer.TikTokenConverter().pattern
   split = tokenizers.pre_tokenizers
@@ -211,7 +216,7 @@ def make_splits() -> dict:
   }
 
 
-def dump(name: str, content) -> None:
+def dump(name: str, content: Any) -> None:
   """Writes a JSON file."""
   text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
   (HERE / name).write_text(text + "\n", "utf-8")

@@ -1,16 +1,18 @@
-"""Renders the templates beside it with transformers, into templates.json.
+"""Renders the templates in this folder with transformers, to templates.json.
 
   python tests/golden/make_templates.py
 
-Made with transformers 5.24. The templates are written for these tests, in the
-styles of released models: a default system prompt (Qwen2.5, SmolLM2), headers
-and a date (Llama 3), switches and thoughts (Qwen3), marked generations, macros.
+The file was made with transformers 5.24. The templates were written for these
+tests, in the styles of released models: a default system prompt (Qwen2.5,
+SmolLM2), headers and a date (Llama 3), switches and thoughts (Qwen3), marked
+generations, and macros.
 """
 
 import datetime
 import itertools
 import json
 import pathlib
+from typing import Any
 from unittest import mock
 
 import tokenizers
@@ -48,8 +50,13 @@ SWITCHES = [
 ]
 
 
-def render(tokenizer, chat, prompt, switches):
-  """The text, or what the template says against the chat."""
+def render(
+    tokenizer: transformers.PreTrainedTokenizerFast,
+    chat: list[dict[str, Any]],
+    prompt: bool,
+    switches: dict[str, Any],
+) -> str | dict[str, str]:
+  """Renders a chat; returns the error if the template refuses it."""
   try:
     return tokenizer.apply_chat_template(
         chat, tokenize=False, add_generation_prompt=prompt, **switches
@@ -75,7 +82,7 @@ def main() -> None:
         seen = []
         for prompt, switches in itertools.product((True, False), SWITCHES):
           text = render(tokenizer, chat, prompt, switches)
-          # Most templates read one switch at most.
+          # Most templates read at most one switch.
           if text not in seen:
             golden.append([file.name, number, prompt, switches, text])
           seen.append(text)

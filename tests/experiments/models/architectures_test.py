@@ -1,4 +1,4 @@
-"""Architectures by name are the published ones."""
+"""Compares architectures by name with the published ones."""
 
 import json
 
@@ -10,7 +10,7 @@ import pytest
 from experiments.models import architectures, hf
 from experiments.models.decoder import Decoder
 
-# Sums over the tensors' shapes in the published files' headers.
+# Sums of the tensors' sizes in the headers of the published files.
 PUBLISHED = {
     "smollm2-135m": 134_515_008,
     "qwen2.5-0.5b": 494_032_768,
@@ -31,7 +31,8 @@ PUBLISHED = {
 
 def test_every_model_has_the_published_number_of_parameters():
   assert {
-      n: architectures.n_params(c) for n, c in architectures.MODELS.items()
+      name: architectures.n_params(config)
+      for name, config in architectures.MODELS.items()
   } == PUBLISHED
 
 

@@ -33,7 +33,7 @@ _NAMES = {
 
 
 def interleave(value, head_dim):
-  """Row i and row i + head_dim / 2 of a head become neighbours."""
+  """Makes rows i and i + head_dim / 2 of each head neighbours."""
   half = head_dim // 2
   order = np.stack([np.arange(half), np.arange(half) + half], 1).ravel()
   heads = value.reshape(-1, head_dim, *value.shape[1:])
@@ -41,7 +41,7 @@ def interleave(value, head_dim):
 
 
 def write_gguf(file, family, skip="", quantise="", extra=None, **metadata):
-  """A golden checkpoint as the GGUF file that llama.cpp's converter makes."""
+  """Writes a golden checkpoint as llama.cpp's converter would."""
   config = load.from_path(GOLDEN / family).config
   writer = gguf.GGUFWriter(file, config.family)
   writer.add_block_count(config.n_layers)
@@ -95,7 +95,7 @@ def test_a_gguf_file_holds_the_same_model(family, tmp_path):
 
 
 def test_row_order_matters_for_llama(tmp_path):
-  """Reading a Llama file as if it were in our order gives other logits."""
+  """Without reordering the rows of a Llama file, the logits are wrong."""
   expected = load.from_path(GOLDEN / "llama")
   kernel = expected.params["layers"]["q_proj"]["kernel"]
   rows = np.asarray(kernel[0]).T
@@ -109,7 +109,7 @@ def test_row_order_matters_for_llama(tmp_path):
 
 
 def test_a_quantised_gguf_file_is_dequantised(tmp_path):
-  """Q8_0: each 32 inputs of a unit share a scale and have 127 steps."""
+  """In Q8_0, every 32 inputs of an output share a scale and have 127 steps."""
   exact = load.from_path(GOLDEN / "llama").params["layers"]
   file = write_gguf(tmp_path / "model.gguf", "llama", quantise="ffn_gate")
   made = load.from_path(file).params["layers"]
@@ -117,7 +117,7 @@ def test_a_quantised_gguf_file_is_dequantised(tmp_path):
   kernel = np.asarray(exact["gate_proj"]["kernel"])  # 32 inputs: one block.
   error = np.abs(made["gate_proj"]["kernel"] - kernel)
   step = np.abs(kernel).max(axis=1, keepdims=True) / 127
-  # Half a step, and the scale's own rounding to float16 over 127 steps.
+  # Half a step, plus the scale's rounding to float16 over 127 steps.
   assert (error <= step * (0.5 + 127 * 2**-11)).all()
   assert error.max() > 0
 

@@ -20,7 +20,7 @@ safetensors = _optional.require("safetensors.numpy", "train")
 
 @pytest.fixture
 def model_dir(tmp_path):
-  """Copies a golden directory to change it."""
+  """Returns a function that copies a golden directory, to be changed."""
 
   def copy(family):
     target = tmp_path / family
@@ -38,7 +38,7 @@ def edit_config(directory, **changes):
 
 
 def edit_weights(directory, change):
-  """Rewrites `model.safetensors` after `change(tensors)`."""
+  """Applies `change(tensors)` to `model.safetensors`."""
   file = directory / "model.safetensors"
   tensors = safetensors.load_file(file)
   change(tensors)
@@ -61,7 +61,7 @@ def test_what_is_saved_is_loaded_again_bit_for_bit(family, tmp_path):
 def test_what_is_saved_has_the_tensors_that_transformers_wrote(
     family, tmp_path
 ):
-  """Names, shapes, dtype and bits, so transformers cannot tell them apart."""
+  """Names, shapes, dtypes and bits are equal."""
   hf.save(tmp_path, *load.from_path(GOLDEN / family), dtype="bfloat16")
   ours = safetensors.load_file(tmp_path / "model.safetensors")
   theirs = safetensors.load_file(GOLDEN / family / "model.safetensors")
@@ -285,7 +285,7 @@ def test_a_shard_without_its_tensor_is_named(model_dir):
 
 # Descriptions: everything of a model except its weights.
 
-# How a model runs is said by the caller, and not by the files.
+# Settings of how a model runs, which a description does not contain.
 _RUNTIME = ("dtype", "param_dtype", "remat", "attention_block", "token_block")
 
 

@@ -1,4 +1,4 @@
-"""The int8 cache beside the float cache, and what both take."""
+"""Tests of float and int8 caches, and of the memory they take."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def test_int8_is_off_by_half_a_unit_at_most():
   np.testing.assert_allclose(scale, largest / 127, rtol=1e-6)
   error = np.abs(np.asarray(units, np.float32) * scale[..., None] - x).max(-1)
   assert np.all(error <= largest / 254 * 1.0001)
-  # The bound is met: a coarser rounding would fail.
+  # The bound is nearly reached: coarser rounding would fail.
   assert np.max(error[1:] / largest[1:]) > 0.8 / 254
   assert np.min(units) == -127 and np.max(units) == 127
 
@@ -48,11 +48,11 @@ def test_what_is_written_is_read(dtype):
   cache = kv_cache.init_cache(CONFIG, 5, 7, dtype)
   cache = kv_cache.write(cache, 1, 2, k, v)
   read = kv_cache.read_tokens(cache, 1, 6, "float32")
-  for found, new in zip(read, (k, v), strict=True):
-    assert found.shape == (5, 6, 2, 8) and found.dtype == jnp.float32
+  for got, new in zip(read, (k, v), strict=True):
+    assert got.shape == (5, 6, 2, 8) and got.dtype == jnp.float32
     atol = 0 if dtype == "float32" else np.abs(new).max() / 250
-    np.testing.assert_allclose(found[:, 2:5], new, atol=atol)
-    assert not np.any(found[:, :2]) and not np.any(found[:, 5:])
+    np.testing.assert_allclose(got[:, 2:5], new, atol=atol)
+    assert not np.any(got[:, :2]) and not np.any(got[:, 5:])
   for other in (0, 2):
     assert not any(
         map(np.any, kv_cache.read_tokens(cache, other, 7, "float32"))
@@ -66,7 +66,7 @@ def softmax(x):
 
 @pytest.mark.parametrize("length", [12, 40, 257, 300, 512, 513, 600])
 def test_attention_to_what_is_seen_is_attention(length):
-  """Windows of one width, two, and eight, then parts; two rows see little."""
+  """Tries one, two and eight window widths, then parts; two rows see little."""
   rng = np.random.default_rng(length)
   normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
   k, v, q = normal(3, length, 2, 8), normal(3, length, 2, 8), normal(3, 1, 4, 8)
@@ -89,14 +89,14 @@ def test_attention_to_what_is_seen_is_attention(length):
     return np.einsum("bhm,bmhd->bhd", weights, v).reshape(3, 1, 32)
 
   np.testing.assert_allclose(run(cache, mask), expected(mask), atol=1e-5)
-  # Of all widths, from the beginning and up to the end.
+  # All widths, from the beginning and up to the end.
   for part in (0.0, 0.1, 0.25, 0.5, 0.8):
     for seen in (slice(int(part * length), None), slice(length // 3)):
       some = np.zeros_like(mask)
       some[:, :, seen] = mask[:, :, seen]
       some[:, :, int(part * length)] = True
       np.testing.assert_allclose(run(cache, some), expected(some), atol=1e-5)
-  # What is far from all that is seen is not read.
+  # Slots far from all slots that are seen are not read.
   late = mask.copy()
   late[:, :, : length // 2 + 2] = False
   late[:, :, length * 3 // 4] = True

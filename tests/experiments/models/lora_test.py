@@ -1,4 +1,4 @@
-"""Tests of LoRA: against products written out, and in the compiled program."""
+"""Tests of LoRA against written-out products and in the compiled program."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ F32 = jnp.float32
 
 @pytest.fixture(scope="module")
 def loaded():
-  """A tiny model; no activation has the shape of a kernel."""
+  """A small model, none of whose activations has the shape of a kernel."""
   config = dataclasses.replace(
       tiny.CONFIG,
       d_model=22,
@@ -38,7 +38,7 @@ def loaded():
 
 
 def _moved(params):
-  """Adapters after some steps: `b` is no longer 0."""
+  """Adapters as after some steps, when `b` is no longer 0."""
   moved = lambda path, x: (
       x + 0.1 * jax.random.normal(jax.random.key(1), x.shape)
       if jax.tree_util.keystr(path).endswith("kernel'].b")
@@ -74,16 +74,16 @@ def test_wrap_puts_adapters_beside_the_seven_projections(loaded):
     np.testing.assert_allclose(np.var(a), 1 / (3 * d_in), rtol=0.25)
   adapters = [after[f"{p}/a"] for p in sorted(kernels)]
   firsts = {float(a.reshape(-1)[0] * a.shape[1] ** 0.5) for a in adapters}
-  assert len(firsts) == 7  # Each from its own numbers.
+  assert len(firsts) == 7  # Each adapter has random numbers of its own.
 
 
 def test_wrap_works_on_shapes_alone(loaded):
   _, params, _ = loaded
   shapes = jax.eval_shape(lambda p: p, params)
-  found = jax.eval_shape(lambda p: lora.wrap(p, RANK, ALPHA, 0), shapes)
+  abstract = jax.eval_shape(lambda p: lora.wrap(p, RANK, ALPHA, 0), shapes)
   wrapped = lora.wrap(params, RANK, ALPHA, 0)
-  assert jax.tree.structure(found) == jax.tree.structure(wrapped)
-  assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wrapped)
+  assert jax.tree.structure(abstract) == jax.tree.structure(wrapped)
+  assert jax.tree.map(jnp.shape, abstract) == jax.tree.map(jnp.shape, wrapped)
 
 
 def test_nothing_to_adapt_is_an_error():
@@ -109,7 +109,7 @@ def test_a_model_with_adapters_is_the_model_of_the_merged_kernels(loaded):
   model, params, tokens = loaded
   moved = _moved(lora.wrap(params, RANK, ALPHA, 0))
   merged = lora.merge(moved)
-  # W + (12 / 3) a b, written out for one kernel.
+  # Written out for one kernel: W + (12 / 3) a b.
   node, kernel = moved["layers"]["up_proj"]["kernel"], params["layers"]
   delta = np.einsum("ldr,lro->ldo", node.a, node.b)
   np.testing.assert_allclose(
@@ -117,15 +117,15 @@ def test_a_model_with_adapters_is_the_model_of_the_merged_kernels(loaded):
       kernel["up_proj"]["kernel"] + 4 * delta,
       atol=1e-6,
   )
-  found = model.apply({"params": moved}, tokens)
+  adapted = model.apply({"params": moved}, tokens)
   expected = model.apply({"params": merged}, tokens)
   before = model.apply({"params": params}, tokens)
   assert np.abs(expected - before).max() > 0.1  # The adapters matter.
-  np.testing.assert_allclose(found, expected, atol=1e-4)
+  np.testing.assert_allclose(adapted, expected, atol=1e-4)
 
 
 def test_the_gradient_of_the_adapters_is_the_chain_rules():
-  """d/da = s X^T (dY b^T) and d/db = s (X a)^T dY; nothing for the kernel."""
+  """d/da = s Xᵀ (dY bᵀ) and d/db = s (X a)ᵀ dY; 0 for the kernel."""
   draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
   x, dy = draw(0, 5, 8), draw(1, 5, 6)
   node = lora.LoRAKernel(draw(2, 8, 6), draw(3, 8, 2), draw(4, 2, 6), 0.5)
@@ -141,9 +141,9 @@ def test_batched_kernels_and_the_compute_dtype():
   x, kernel = draw(0, 3, 5, 8), draw(1, 3, 8, 6)
   node = lora.LoRAKernel(kernel, draw(2, 3, 8, 2), draw(3, 3, 2, 6), 2.0)
   dims = (((2,), (1,)), ((0,), (0,)))
-  found = logra_jax.dot_general(x, node, dims)
+  y = logra_jax.dot_general(x, node, dims)
   expected = jnp.einsum("bni,bio->bno", x, node.merged())
-  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
   half = lora.LoRAKernel(node.kernel, node.a, node.b, 2.0, dtype=jnp.bfloat16)
   y = logra_jax.dot_general(
       x.astype(jnp.bfloat16), half, dims, preferred_element_type=F32
@@ -163,7 +163,7 @@ def test_a_kernel_used_the_other_way_round_is_an_error():
 def test_bfloat16_kernels_merge_in_float32():
   kernel = jnp.full((2, 2), 1.0, jnp.bfloat16)
   a, b = jnp.full((2, 1), 0.5), jnp.full((1, 2), 2.0**-8)
-  # 1 + 4 · 2⁻⁹ = 1 + 2⁻⁷, which bfloat16 holds, as it does not 1 + 2⁻⁹.
+  # 1 + 4 · 2⁻⁹ = 1 + 2⁻⁷, which bfloat16 can represent; it cannot 1 + 2⁻⁹.
   merged = lora.LoRAKernel(kernel, a, b, 4.0).merged()
   assert merged.dtype == jnp.bfloat16
   np.testing.assert_array_equal(merged.astype(F32), 1 + 2.0**-7)
@@ -175,7 +175,7 @@ def _loss(model, params, tokens):
 
 
 def test_no_dense_gradient_is_computed(loaded):
-  """Neither a product nor a buffer of a kernel's shape, beside the kernels."""
+  """No product or buffer but the kernels themselves has a kernel's shape."""
   model, params, tokens = loaded
   wrapped = lora.wrap(params, RANK, ALPHA, 0)
   tx = optax.sgd(1.0)
@@ -184,14 +184,14 @@ def test_no_dense_gradient_is_computed(loaded):
     state = tx.init(params)
     loss = lambda p: _loss(model, p, tokens)
     _, grads = logra_jax.value_and_grad(loss)(params, state)
-    # What trains adapters only, as optimizers.make_optimizer does.
+    # Trains adapters only, like optimizers.make_optimizer.
     return [g for path, g in _paths(grads).items() if path[-2:] in ("/a", "/b")]
 
   kernels = [
       x.shape for p, x in _paths(params).items() if p.endswith("_proj/kernel")
   ]
-  found = compiled.dense_buffers(jax.jit(step), (wrapped, tokens), kernels)
-  assert found == []
+  buffers = compiled.dense_buffers(jax.jit(step), (wrapped, tokens), kernels)
+  assert buffers == []
   dense = lambda params, tokens: jax.grad(lambda p: _loss(model, p, tokens))(
       params
   )
@@ -235,10 +235,10 @@ def test_checkpoints_keep_adapters(loaded, tmp_path):
   saved = checkpoints.Checkpoints(tmp_path)
   saved.save(1, wrapped)
   template = jax.eval_shape(lambda p: lora.wrap(p, RANK, ALPHA, 0), params)
-  update, found = saved.restore(template)
+  update, restored = saved.restore(template)
   assert update == 1
-  assert jax.tree.structure(found) == jax.tree.structure(wrapped)
-  jax.tree.map(np.testing.assert_array_equal, found, wrapped)
+  assert jax.tree.structure(restored) == jax.tree.structure(wrapped)
+  jax.tree.map(np.testing.assert_array_equal, restored, wrapped)
 
 
 def test_scan_vmap_and_donation_slice_all_of_a_node():
@@ -249,8 +249,8 @@ def test_scan_vmap_and_donation_slice_all_of_a_node():
   x, merged = draw(3, 5, 8), node.merged()
   body = lambda h, k: (logra_jax.dense(h, k), None)
   expected = x @ merged[0] @ merged[1] @ merged[2]
-  found, _ = lax.scan(body, x, node)
-  np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+  y, _ = lax.scan(body, x, node)
+  np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-3)
   each = jax.vmap(logra_jax.dense, in_axes=(None, 0))(x, node)
   np.testing.assert_allclose(each, x @ merged, rtol=1e-4, atol=1e-4)
   double = jax.jit(lambda n: jax.tree.map(lambda p: 2 * p, n), donate_argnums=0)

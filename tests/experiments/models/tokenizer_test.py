@@ -1,4 +1,4 @@
-"""The tokenizer against transformers' ids and rendered chats."""
+"""Compares the tokenizer with transformers' ids and rendered chats."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def read(name):
 
 
 def copy_with(tmp_path, **settings):
-  """The tiny tokenizer's files, with changes to tokenizer_config.json."""
+  """Copies the tiny tokenizer's files, with other settings."""
   source = GOLDEN / "llama"
   (tmp_path / "tokenizer.json").write_bytes(
       (source / "tokenizer.json").read_bytes()
@@ -110,7 +110,7 @@ def test_every_known_end_of_turn_counts_once(tmp_path, tiny):
   settings = {"eos_token": {"content": "<|end|>"}}
   made = tokenizer_lib.Tokenizer(backend, settings, extra_eos_ids=[5, 1])
   assert made.eos_ids == (1, 5, 128)
-  assert made.pad_id == 1  # Without a pad token the end fills the padding.
+  assert made.pad_id == 1  # Without a pad token, the end token is used.
   assert tiny.eos_ids == (1,)
 
 
@@ -188,7 +188,7 @@ def test_missing_and_damaged_files_are_refused(tmp_path):
 
 
 def gguf_metadata(pre, pieces=()):
-  """A GGUF file's keys for all bytes and the given longer pieces."""
+  """GGUF metadata of a vocabulary of all bytes and some longer pieces."""
   alphabet = _optional.require("tokenizers", "train").pre_tokenizers.ByteLevel
   tokens = ["<|im_end|>", *sorted(alphabet.alphabet())]
   merges = []
