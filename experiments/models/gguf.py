@@ -157,7 +157,7 @@ def _config(
   d_model = int(metadata[key("embedding_length")])
   has_head_dim = key("attention.key_length") in metadata
   return DecoderConfig(
-      # The embedding may have more rows than there are tokens.
+      # The embedding can have more rows than there are tokens.
       vocab_size=int(tensors["token_embd.weight"].shape[1]),
       d_model=d_model,
       n_layers=int(metadata[key("block_count")]),
