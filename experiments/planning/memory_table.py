@@ -1,15 +1,16 @@
-"""The memory table: every row compiled for its target, written and drawn.
+"""The memory table: compiles every row for its target, and draws the results.
 
   python -m experiments.planning.memory_table --out=docs/results/memory
 
-One JSON file a row (`experiments.plan` writes it, in a process of its own),
-then `table.md` and `memory.png` from the files that are there. Rows that have
-a file are not compiled again; `--only=REGEX` selects rows by their names.
-Cost: one to four minutes a row on two CPU cores. H100 needs the extra `cuda`,
+`experiments.plan` writes one JSON file per row, in a process of its own; then
+`table.md` and `memory.png` are made from all files that exist. A row that has a
+file is not compiled again. `--only=REGEX` selects rows by name.
+
+Cost: one to four minutes per row on two CPU cores. H100 needs the extra `cuda`,
 TPUs need the extra `tpu`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import json
 import pathlib
@@ -18,21 +19,21 @@ import subprocess
 import sys
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
+from experiments import _cli
 from experiments.planning.request import Request
-from experiments.reporting import figures
-
-_GIB = 2**30
+from experiments.reporting import figures, tables
+from experiments.reporting.units import GIB
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class MemoryRow:
   """One row of the table.
 
   Attributes:
-    request: what is compiled.
-    reach: GiB per device that it should not exceed, or None.
+    request: What is compiled.
+    reach: The peak in GiB per device that it should not exceed, or None.
   """
 
   request: Request
@@ -40,10 +41,10 @@ class Row:
 
   @property
   def name(self) -> str:
-    """Of its file, without the ending."""
+    """The stem of the row's file."""
     r = self.request
     parts = [r.model, r.target, r.optimizer, f"r{r.rank}", r.param_dtype]
-    parts += [r.others]
+    parts.append(r.others)
     if r.sequences > 1:
       parts += [f"{r.sequences}x", f"probe{r.probe}"]
     return "-".join(str(part).replace(":", "-") for part in parts)
@@ -51,21 +52,21 @@ class Row:
 
 def _rows(
     model: str, target: str, rank: int, reach: float, dense: bool = True
-) -> list[Row]:
-  """Dense Adam, and LoGRA with the rest frozen and trained."""
+) -> list[MemoryRow]:
+  """Dense Adam; LoGRA with the other parameters frozen, and trained."""
   logra = Request(model, target, rank=rank, param_dtype="bfloat16")
   trained = dataclasses.replace(logra, others="adam")
-  rows = [Row(logra, reach), Row(trained)]
+  rows = [MemoryRow(logra, reach), MemoryRow(trained)]
   if not dense:
     return rows
   adam = dataclasses.replace(
       trained, optimizer="dense_adam", param_dtype="float32"
   )
-  return [Row(adam), *rows]
+  return [MemoryRow(adam), *rows]
 
 
-def _peers(model: str, target: str) -> list[Row]:
-  """The peers' setting, and other optimizers of the same weights."""
+def _peers(model: str, target: str) -> list[MemoryRow]:
+  """The setting of published figures, and two other optimizers."""
   published = Request(
       model, target, rank=256, param_dtype="float32", others="adam"
   )
@@ -73,19 +74,23 @@ def _peers(model: str, target: str) -> list[Row]:
   rest = [
       dataclasses.replace(frozen, optimizer=name) for name in ("lora", "galore")
   ]
-  return [Row(request) for request in (published, *rest)]
+  return [MemoryRow(request) for request in (published, *rest)]
 
 
-def _operations(model: str, target: str) -> list[Row]:
-  """A whole update of 16 sequences a device, to compare operations."""
+def _operations(model: str, target: str) -> list[MemoryRow]:
+  """Updates of 16 sequences per device, to compare their operations."""
   logra = Request(model, target, sequences=16, probe=2, param_dtype="bfloat16")
   dense = dataclasses.replace(
       logra, optimizer="dense_adam", param_dtype="float32"
   )
-  return [Row(logra), Row(dense), Row(dataclasses.replace(dense, probe=0))]
+  return [
+      MemoryRow(logra),
+      MemoryRow(dense),
+      MemoryRow(dataclasses.replace(dense, probe=0)),
+  ]
 
 
-SWEEP: tuple[Row, ...] = (
+SWEEP: tuple[MemoryRow, ...] = (
     *_rows("qwen2.5-1.5b", "h100:4", 256, 1.2),
     *_peers("qwen2.5-1.5b", "h100:4"),
     *_rows("qwen2.5-7b", "h100:4", 256, 4.7),
@@ -98,11 +103,11 @@ SWEEP: tuple[Row, ...] = (
 )
 
 
-def compile_row(row: Row, folder: pathlib.Path) -> None:
-  """Runs the planner on a row and writes its JSON file.
+def compile_row(row: MemoryRow, folder: pathlib.Path) -> None:
+  """Plans a row in a process of its own, which writes the row's JSON file.
 
   Raises:
-    ValueError: the planner has failed; with what it said last.
+    ValueError: If the planner failed; has the last line that it printed.
   """
   values = dataclasses.asdict(row.request)
   arguments = [
@@ -121,37 +126,50 @@ def compile_row(row: Row, folder: pathlib.Path) -> None:
 
 
 def read(
-    folder: pathlib.Path, rows: Iterable[Row] = SWEEP
+    folder: pathlib.Path, rows: Iterable[MemoryRow] = SWEEP
 ) -> list[dict[str, Any]]:
-  """The files that are there, in the sweep's order, each with its `reach`."""
-  found = []
+  """Reads the files that exist, in the order of `rows`.
+
+  Returns:
+    The content of each file, with the row's `reach`.
+  """
+  results = []
   for row in rows:
     file = folder / f"{row.name}.json"
     if file.is_file():
-      found.append(json.loads(file.read_text("utf-8")) | {"reach": row.reach})
-  return found
+      content = json.loads(file.read_text("utf-8"))
+      results.append(content | {"reach": row.reach})
+  return results
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
-  """Saved rows as a Markdown table.
+def peak_table(results: Sequence[Mapping[str, Any]]) -> str:
+  """Makes a Markdown table of saved rows.
 
   Args:
-    results: of `read`.
+    results: What `read` returned.
   """
   head = (
-      "| model, devices | optimizer | weights | others | sequences a device |"
-      " peak, GiB | to reach |"
-      " against dense Adam | floor | peak / floor | of a device | TFLOP |"
-      " collectives, GiB |"
+      "model, devices",
+      "optimizer",
+      "weights",
+      "others",
+      "sequences a device",
+      "peak, GiB",
+      "to reach",
+      "against dense Adam",
+      "floor",
+      "peak / floor",
+      "of a device",
+      "TFLOP",
+      "collectives, GiB",
   )
-  lines = [head, "|---|---|---|---|---|---|---|---|---|---|---|---|---|"]
-  for result in results:
-    lines.append(f"| {' | '.join(_cells(result, results))} |")
-  return "\n".join(lines) + "\n"
+  return tables.markdown(head, [_cells(one, results) for one in results])
 
 
-def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list:
-  """One row of the table."""
+def _cells(
+    result: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
+) -> list[str]:
+  """The entries of one row of the table."""
   r, peak = result["request"], result["peak_bytes"]
   dense = _dense_peak(r, results)
   floor = result["floor_bytes"]
@@ -176,13 +194,14 @@ def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list:
 
 
 def _gib(n_bytes: int | None) -> str:
-  return "?" if n_bytes is None else f"{n_bytes / _GIB:.2f}"
+  """Bytes as an entry in GiB."""
+  return "?" if n_bytes is None else f"{n_bytes / GIB:.2f}"
 
 
 def _dense_peak(
-    request: dict[str, Any], results: Sequence[dict[str, Any]]
+    request: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
 ) -> int | None:
-  """Peak of dense Adam with the same model and target."""
+  """Peak of dense Adam with the same model, target and sequences."""
   for other in results:
     r = other["request"]
     same = all(
@@ -193,10 +212,9 @@ def _dense_peak(
   return None
 
 
-def figure_of(results: Sequence[dict[str, Any]]) -> Any:
-  """Saved rows as bars: peak, the weights' floor, a device's memory."""
-  height = 1.2 + 0.32 * len(results)
-  figure = figures.make_figure(10, height)
+def peak_figure(results: Sequence[Mapping[str, Any]]) -> Any:
+  """Draws saved rows as bars: the peak, the weights, a device's memory."""
+  figure = figures.make_figure(10, 1.2 + 0.32 * len(results))
   axes = figure.subplots()
   labels, at = [], range(len(results))
   for result in results:
@@ -205,7 +223,7 @@ def figure_of(results: Sequence[dict[str, Any]]) -> Any:
         f"{r['model']}, {r['target']}: {r['optimizer']} {r['rank']},"
         f" {r['param_dtype']}, others {r['others']}"
     )
-  of = lambda key: [(result[key] or 0) / _GIB for result in results]
+  of = lambda key: [(result[key] or 0) / GIB for result in results]
   axes.barh(at, of("peak_bytes"), color="tab:blue", label="peak of the update")
   axes.barh(
       at, of("floor_bytes"), color="tab:orange", label="bfloat16 weights alone"
@@ -220,32 +238,33 @@ def figure_of(results: Sequence[dict[str, Any]]) -> Any:
   return figure
 
 
-def main(argv: Sequence[str]) -> None:
-  del argv
-  folder = pathlib.Path(flags.FLAGS.out)
+def main(names: flags.FlagValues) -> None:
+  folder = pathlib.Path(names.out)
   folder.mkdir(parents=True, exist_ok=True)
-  failed = []
+  failures = []
   for row in SWEEP:
-    there = (folder / f"{row.name}.json").is_file()
-    if there or not re.search(flags.FLAGS.only, row.name):
+    done = (folder / f"{row.name}.json").is_file()
+    if done or not re.search(names.only, row.name):
       continue
     print(row.name, flush=True)
     try:
       compile_row(row, folder)
     except ValueError as error:
-      failed.append(f"error: {error}")
-      print(failed[-1], flush=True)
+      failures.append(str(error))
+      print(f"error: {error}", flush=True)
   results = read(folder)
   if results:
-    (folder / "table.md").write_text(table(results), "utf-8")
-    figure_of(results).savefig(folder / "memory.png", dpi=150)
-    print(table(results))
-  if failed:
-    sys.exit("\n".join(failed))
+    (folder / "table.md").write_text(peak_table(results), "utf-8")
+    peak_figure(results).savefig(folder / "memory.png", dpi=150)
+    print(peak_table(results))
+  if failures:
+    raise _cli.UserError("\n".join(failures))
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("out", None, "Folder for the files.")
-  flags.DEFINE_string("only", "", "Regular expression of rows' names.")
+  flags.DEFINE_string("out", None, "Folder to write the files to.")
+  flags.DEFINE_string(
+      "only", "", "Regular expression that selects rows by name."
+  )
   flags.mark_flags_as_required(["out"])
-  app.run(main)
+  _cli.run(main)

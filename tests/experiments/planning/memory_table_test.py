@@ -1,4 +1,4 @@
-"""The table and the picture, from saved rows."""
+"""The memory table and its figure, made from saved rows."""
 
 import dataclasses
 import json
@@ -7,8 +7,10 @@ import pytest
 
 from experiments.planning import memory_table
 from experiments.planning.request import Request, resolved
+from experiments.reporting.units import GIB
+from tests.helpers.paths import ROOT
 
-GIB = 2**30
+FOLDER = ROOT / "docs/results/memory"
 
 
 def saved(request, peak_gib, fits=True):
@@ -39,10 +41,10 @@ def test_the_table(tmp_path):
   missing = dataclasses.replace(logra, target="h100:1")
   other = dataclasses.replace(logra, target="v5e:2x2")
   rows = [
-      memory_table.Row(dense),
-      memory_table.Row(logra, reach=4.5),
-      memory_table.Row(missing),
-      memory_table.Row(other),
+      memory_table.MemoryRow(dense),
+      memory_table.MemoryRow(logra, reach=4.5),
+      memory_table.MemoryRow(missing),
+      memory_table.MemoryRow(other),
   ]
   for row, peak in zip(rows, (20, 4, None, None), strict=True):
     if row.request is not missing:
@@ -50,7 +52,7 @@ def test_the_table(tmp_path):
       (tmp_path / f"{row.name}.json").write_text(json.dumps(content))
   results = memory_table.read(tmp_path, rows)
   assert len(results) == 3
-  lines = memory_table.table(results).splitlines()
+  lines = memory_table.peak_table(results).splitlines()
   assert len({line.count("|") for line in lines}) == 1
   first, second, third = lines[2:]
   sizes = "1 x 2048, probe 2"
@@ -62,6 +64,21 @@ def test_the_table(tmp_path):
   assert second.endswith("| 1.5 | 1.50 |")
   assert "| ? | - | - | 2.00 | - | does not fit in 16.00 |" in third
   pytest.importorskip("matplotlib", reason="the extra 'train'")
-  figure = memory_table.figure_of(results)
+  figure = memory_table.peak_figure(results)
   widths = [bar.get_width() for bar in figure.axes[0].patches]
   assert widths == [20, 4, 0, 2, 2, 2]
+
+
+def test_the_committed_table_is_made_from_the_committed_rows():
+  results = memory_table.read(FOLDER)
+  assert len(results) == len(memory_table.SWEEP)
+  committed = (FOLDER / "table.md").read_text("utf-8")
+  assert memory_table.peak_table(results) == committed
+
+
+def test_committed_rows_are_those_of_the_sweep():
+  for row in memory_table.SWEEP:
+    saved = json.loads((FOLDER / f"{row.name}.json").read_text("utf-8"))
+    for name, value in dataclasses.asdict(resolved(row.request)).items():
+      if value is not None:
+        assert saved["request"][name] == value, (row.name, name)
