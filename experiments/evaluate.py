@@ -1,13 +1,19 @@
-"""Measures a model on held-out prompts: pass@k and maj@k, by task.
+"""Measures a model on held-out prompts: pass@k, maj@k and mean rewards by task.
+
+One greedy response to each prompt:
 
   python -m experiments.evaluate --model=DIR --task=addition
-  python -m experiments.evaluate --model=RUN --samples=8 --k=1,4,8 --out=DIR
 
-The model is a Hugging Face directory, a GGUF file, or the workdir of a training
-run. One sample per prompt is decoded greedily; several are drawn.
-docs/evaluation.md explains the metrics.
+Several responses to each prompt, on two tasks; writes metrics and samples:
+
+  python -m experiments.evaluate --model=DIR --samples=8 --k=1,4,8 --out=OUT \\
+    --task=addition --task=addition:2
+
+DIR is a Hugging Face directory, a GGUF file, or the workdir of a training run.
+docs/evaluation.md explains the metrics, docs/tasks.md the tasks.
 """
 
+from collections.abc import Sequence
 import json
 import pathlib
 
@@ -18,87 +24,103 @@ from experiments import _cli, tasks
 from experiments import rewards as rewards_lib
 from experiments.evaluation import heldout, pass_at_k, samples_page
 from experiments.models import decoder
+from experiments.models.pretrained import Pretrained
+from experiments.reporting import provenance
 from experiments.rollouts import chat
 from experiments.rollouts import sampler as sampler_lib
 from experiments.rollouts.sampling import Sampling
 from experiments.runs import restore
 
+# Flags that metrics.json records, next to the command itself.
+_RECORDED = (
+    "model task samples temperature top_k top_p stop prompts seed"
+    " max_prompt_tokens max_new_tokens correct_at"
+).split()
 
-def _sampling(names: flags.FlagValues) -> Sampling:
-  """How to sample, by the flags."""
-  temperature = names.temperature
+
+def _sampling(values: flags.FlagValues) -> Sampling:
+  """Returns the sampling options that the flags ask for."""
+  temperature = values.temperature
   if temperature is None:
-    temperature = 0.0 if names.samples == 1 else 1.0
-  if temperature == 0 and names.samples > 1:
+    temperature = 0.0 if values.samples == 1 else 1.0
+  if temperature == 0 and values.samples > 1:
     raise ValueError(
-        f"samples={names.samples} with temperature=0 are all the same: raise"
+        f"samples={values.samples} with temperature=0 are all the same: raise"
         " the temperature or take one sample"
     )
   return Sampling(
-      max_new_tokens=names.max_new_tokens,
+      max_new_tokens=values.max_new_tokens,
       temperature=temperature,
-      top_k=names.top_k,
-      top_p=names.top_p,
-      stop=tuple(names.stop),
+      top_k=values.top_k,
+      top_p=values.top_p,
+      stop=tuple(values.stop),
   )
 
 
-def _run(
-    names: flags.FlagValues,
-) -> tuple[dict[str, heldout.Metrics], list[samples_page.Sample]]:
-  """The program: metrics and samples by the flags."""
-  sampling = _sampling(names)
-  ks = sorted({int(k) for k in names.k} if names.k else {1, names.samples})
-  pass_at_k.check_k(names.samples, ks[0])
-  pass_at_k.check_k(names.samples, ks[-1])
-  chosen = [tasks.make_task(name, seed=0) for name in names.task]
-  loaded = restore.load_any(names.model)
-  examples = [task.heldout()[: names.prompts] for task in chosen]
-  longest = names.max_prompt_tokens or max(
+def _make_sampler(
+    loaded: Pretrained,
+    examples: Sequence[Sequence[tasks.Example]],
+    values: flags.FlagValues,
+) -> sampler_lib.LocalSampler:
+  """Makes a sampler that takes the prompts of all tasks."""
+  longest = values.max_prompt_tokens or max(
       len(prompt)
-      for part in examples
-      for prompt in chat.encode_prompts(loaded.tokenizer, part)
+      for of_task in examples
+      for prompt in chat.encode_prompts(loaded.tokenizer, of_task)
   )
-  sampler = sampler_lib.LocalSampler(
+  return sampler_lib.LocalSampler(
       decoder.Decoder(loaded.config),
       loaded.params,
       loaded.tokenizer,
       max_prompt_tokens=longest,
-      slots=names.slots,
+      slots=values.slots,
   )
+
+
+def _evaluate(
+    values: flags.FlagValues,
+) -> tuple[dict[str, heldout.Metrics], list[samples_page.Sample]]:
+  """Returns the metrics by task, and all samples."""
+  sampling = _sampling(values)
+  ks = sorted({int(k) for k in values.k} if values.k else {1, values.samples})
+  pass_at_k.check_k(values.samples, ks[0])
+  pass_at_k.check_k(values.samples, ks[-1])
+  chosen = [tasks.make_task(name, seed=0) for name in values.task]
+  loaded = restore.load_any(values.model)
+  examples = [task.heldout()[: values.prompts] for task in chosen]
+  sampler = _make_sampler(loaded, examples, values)
   samples = []
-  for task, part in zip(chosen, examples, strict=True):
-    with rewards_lib.RewardWorkers(task, timeout=names.timeout) as workers:
-      samples += heldout.collect(
+  for task, of_task in zip(chosen, examples, strict=True):
+    with rewards_lib.RewardWorkers(task, timeout=values.timeout) as workers:
+      samples += heldout.sample_and_score(
           sampler,
           loaded.tokenizer,
           task,
-          part,
+          of_task,
           sampling,
-          jax.random.key(names.seed),
-          samples=names.samples,
+          jax.random.key(values.seed),
+          group_size=values.samples,
           workers=workers,
       )
-  return (
-      heldout.summarize(samples, names.samples, ks, names.correct_at),
-      samples,
-  )
+  metrics = heldout.summarize(samples, values.samples, ks, values.correct_at)
+  return metrics, samples
 
 
-def _write(names, metrics, samples):
-  """Metrics as JSON and samples as pages; returns where they are."""
-  out = pathlib.Path(names.out)
-  title = f"{names.model}: {', '.join(names.task)}"
-  page, text = samples_page.write(out, title, samples, names.samples)
-  settings = (
-      "model task samples temperature top_k top_p stop prompts seed"
-      " max_prompt_tokens max_new_tokens correct_at"
-  )
+def _write(
+    values: flags.FlagValues,
+    metrics: dict[str, heldout.Metrics],
+    samples: Sequence[samples_page.Sample],
+) -> tuple[pathlib.Path, ...]:
+  """Writes the metrics as JSON and the samples as pages; returns the paths."""
+  out = pathlib.Path(values.out)
+  title = f"{values.model}: {', '.join(values.task)}"
+  page, text = samples_page.write(out, title, samples, values.samples)
   content = {
-      "settings": {name: names[name].value for name in settings.split()},
+      "command": provenance.command(),
+      "settings": {name: values[name].value for name in _RECORDED},
       "metrics": {
-          task: {name: found._asdict() for name, found in columns.items()}
-          for task, columns in metrics.items()
+          task: {name: value._asdict() for name, value in of_task.items()}
+          for task, of_task in metrics.items()
       },
   }
   file = out / "metrics.json"
@@ -106,26 +128,28 @@ def _write(names, metrics, samples):
   return file, page, text
 
 
-def main(names: flags.FlagValues) -> None:
-  metrics, samples = _run(names)
-  for sample in samples[: names.show]:
+def main(values: flags.FlagValues) -> None:
+  metrics, samples = _evaluate(values)
+  for sample in samples[: values.show]:
     question = sample.prompt.strip().replace("\n", "\\n")
     print(f"{sample.reward:.2f}  {question}  ->  {sample.completion!r}")
   print(heldout.to_table(metrics))
-  n = len(samples) // names.samples
-  print(f"{n} held-out prompts, {names.samples} samples each; 95 % intervals")
-  if names.out:
-    print("written: " + ", ".join(map(str, _write(names, metrics, samples))))
+  n = len(samples) // values.samples
+  print(f"{n} held-out prompts, {values.samples} samples each; 95 % intervals")
+  if values.out:
+    print("written: " + ", ".join(map(str, _write(values, metrics, samples))))
 
 
-if __name__ == "__main__":
-  flags.DEFINE_string("model", None, "HF directory, GGUF file, or a run.")
+def _define_flags() -> None:
+  flags.DEFINE_string(
+      "model", None, "Hugging Face directory, GGUF file, or workdir of a run."
+  )
   flags.DEFINE_multi_string(
-      "task", ["addition"], "A name as in config.task.name; may be repeated."
+      "task", ["addition"], "Name of a task, as in config.task.name."
   )
   flags.DEFINE_integer("samples", 1, "Responses to each prompt.")
   flags.DEFINE_list(
-      "k", [], "Which pass@k and maj@k; default: 1 and --samples."
+      "k", [], "Which pass@k and maj@k to compute; default: 1 and --samples."
   )
   flags.DEFINE_float(
       "temperature", None, "Default: 0 for one sample, 1 for several."
@@ -136,7 +160,7 @@ if __name__ == "__main__":
   flags.DEFINE_float(
       "top_p", 1.0, "Draw from the likeliest tokens with this probability."
   )
-  flags.DEFINE_multi_string("stop", [], "A string that ends a response.")
+  flags.DEFINE_multi_string("stop", [], "String that ends a response.")
   flags.DEFINE_integer(
       "max_prompt_tokens", None, "Pad prompts to this; default: the longest."
   )
@@ -147,6 +171,12 @@ if __name__ == "__main__":
   flags.DEFINE_float("correct_at", 1.0, "Least reward of a correct response.")
   flags.DEFINE_float("timeout", 10.0, "Seconds to score one response.")
   flags.DEFINE_integer("show", 5, "Number of samples to print.")
-  flags.DEFINE_string("out", None, "Directory for metrics.json and samples.")
+  flags.DEFINE_string(
+      "out", None, "Directory to write metrics.json and pages of samples to."
+  )
   flags.mark_flag_as_required("model")
+
+
+if __name__ == "__main__":
+  _define_flags()
   _cli.run(main)

@@ -1,5 +1,5 @@
-"""How good a model is on held-out prompts.
+"""Measuring a model on held-out prompts.
 
-Entry points: `heldout.collect` and `heldout.summarize`. May import `rewards`,
-`rollouts` and what lies below them, but not `learning`.
+Entry points: `heldout.sample_and_score` and `heldout.summarize`. May import
+`rewards`, `rollouts` and the packages below them, but not `learning`.
 """

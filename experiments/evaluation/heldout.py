@@ -1,8 +1,8 @@
-"""How good a model is on held-out prompts: pass@k and maj@k, by task."""
+"""Measures a model on held-out prompts: pass@k, maj@k and mean rewards."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import chex
 import jax
 import numpy as np
 
@@ -19,18 +19,16 @@ from experiments.rollouts import sampler as sampler_lib
 from experiments.rollouts.rollout import Rollout
 from experiments.rollouts.sampling import Sampling
 
-PyTree = Any
-
-# Metrics by name, of one task.
+# The metrics of one task by name.
 Metrics = dict[str, intervals.Interval]
 
-# A reward that is a sum of weighted parts misses its total by a rounding.
+# A sum of weighted parts can miss the full reward by a rounding error.
 _ROUNDING = 1e-5
 
 
 def respond(
     model: decoder.Decoder,
-    params: PyTree,
+    params: chex.ArrayTree,
     tokenizer: Tokenizer,
     examples: Sequence[tasks.Example],
     key: jax.Array,
@@ -40,24 +38,25 @@ def respond(
     temperature: float,
     group_size: int = 1,
 ) -> Rollout:
-  """Responses to the examples' prompts; arguments as for `rollout.generate`.
+  """Samples responses to the examples' prompts in this process.
 
   Args:
-    model: the decoder.
-    params: its parameters.
-    tokenizer: the model's tokenizer.
-    examples: one per prompt.
-    key: a `jax.random` key.
-    max_prompt_tokens: length that prompts are padded to.
-    max_new_tokens: limit of a response in tokens.
-    temperature: 0 is greedy decoding.
-    group_size: responses to each prompt; they are adjacent.
+    model: The decoder.
+    params: The parameters of `model`.
+    tokenizer: The tokenizer of the model.
+    examples: The examples, one per prompt.
+    key: A `jax.random` key.
+    max_prompt_tokens: Length that prompts are padded to.
+    max_new_tokens: Longest response in tokens.
+    temperature: Sampling temperature; 0 means greedy decoding.
+    group_size: Number of responses to each prompt.
 
   Returns:
-    A rollout of `len(examples) * group_size` responses.
+    A rollout of `len(examples) * group_size` responses; responses to the same
+    prompt are adjacent.
 
   Raises:
-    ValueError: a prompt is longer than `max_prompt_tokens`.
+    ValueError: If a prompt is longer than `max_prompt_tokens`.
   """
   sampler = sampler_lib.LocalSampler(
       model, params, tokenizer, max_prompt_tokens=max_prompt_tokens
@@ -76,16 +75,22 @@ def score(
     examples: Sequence[tasks.Example],
     rollout: Rollout,
 ) -> tuple[list[str], np.ndarray]:
-  """Text and reward of each response of `respond`.
+  """Scores the responses of a rollout with the task's own reward.
+
+  Args:
+    task: The task of the examples.
+    tokenizer: The tokenizer of the model.
+    examples: The examples that were answered.
+    rollout: B responses, equally many adjacent ones to each example.
 
   Returns:
-    The completions, and `[len(completions)]` float32 rewards.
+    The text of each response, and its reward, `[B]` float32.
   """
   repeated, completions = chat.pair(tokenizer, examples, rollout)
   return completions, tasks.checked_rewards(task, repeated, completions)
 
 
-def collect(
+def sample_and_score(
     sampler: sampler_lib.Sampler,
     tokenizer: Tokenizer,
     task: tasks.Task,
@@ -93,31 +98,31 @@ def collect(
     sampling: Sampling,
     key: jax.Array,
     *,
-    samples: int = 1,
+    group_size: int = 1,
     workers: rewards_lib.RewardWorkers | None = None,
 ) -> list[Sample]:
-  """Samples responses to the examples' prompts, and scores them.
+  """Samples responses to the examples' prompts and scores them.
 
   Args:
-    sampler: what answers; it bounds how many responses are decoded at once.
-    tokenizer: the model's.
-    task: whose rewards the samples get, unless there are workers.
-    examples: problems of the task, or of a mixture.
-    sampling: how to choose tokens.
-    key: a `jax.random` key.
-    samples: responses to each prompt.
-    workers: score in other processes with a time limit. If their reward has a
-      part `correctness`, the samples get that part alone.
+    sampler: Samples the responses.
+    tokenizer: The tokenizer of the model.
+    task: The task, whose own reward is used if there are no workers.
+    examples: Examples of the task; those of a mixture name their own tasks.
+    sampling: How to choose tokens and when to stop.
+    key: A `jax.random` key.
+    group_size: Number of responses to each prompt.
+    workers: Processes that score responses with a time limit. If their reward
+      has a part named `correctness`, only that part counts.
 
   Returns:
-    `len(examples) * samples` samples; those of one prompt are adjacent.
+    `len(examples) * group_size` samples; those of one prompt are adjacent.
 
   Raises:
-    ValueError: a prompt is too long for the sampler.
+    ValueError: If a prompt is too long for the sampler.
   """
   prompts = chat.encode_prompts(tokenizer, examples)
   _check_lengths(prompts, sampler.max_prompt_tokens)
-  rollout = sampler.sample(prompts, key, sampling, group_size=samples)
+  rollout = sampler.sample(prompts, key, sampling, group_size=group_size)
   rollout = sharding.fetch(rollout)
   repeated, completions = chat.pair(tokenizer, examples, rollout)
   if workers is None:
@@ -129,19 +134,19 @@ def collect(
   texts = [tokenizer.decode(ids, skip_special=False) for ids in prompts]
   return [
       Sample(
-          prompt=texts[row // samples],
+          prompt=texts[row // group_size],
           completion=completion,
           reward=float(rewards[row]),
           tokens=int(lengths[row]),
           finished=bool(rollout.finished[row]),
-          task=examples[row // samples].task or task.name,
+          task=examples[row // group_size].task or task.name,
       )
       for row, completion in enumerate(completions)
   ]
 
 
-def _check_lengths(prompts, limit):
-  """Refuses prompts that are longer than a sampler takes."""
+def _check_lengths(prompts: Sequence[Sequence[int]], limit: int) -> None:
+  """Refuses prompts of more than `limit` tokens."""
   lengths = list(map(len, prompts))
   for index, length in enumerate(lengths):
     if length > limit:
@@ -158,28 +163,30 @@ def summarize(
     ks: Sequence[int] = (1,),
     correct_at: float = 1.0,
 ) -> dict[str, Metrics]:
-  """Metrics of each task, with bootstrap intervals over its problems.
+  """Computes the metrics of each task, with bootstrap intervals over problems.
 
   Args:
-    samples: of `collect`.
-    group_size: responses to each prompt, n.
-    ks: for each k, `pass@k` (see `passk.pass_at_k`), and above 1 `maj@k`.
-    correct_at: the reward from which on a response is right, for `pass@k`.
+    samples: The result of `sample_and_score`.
+    group_size: Number of responses to each prompt, n.
+    ks: Computes `pass@k` for each of these k (see `pass_at_k.pass_at_k`), and
+      `maj@k` for those above 1.
+    correct_at: For `pass@k`, the least reward of a correct response.
 
   Returns:
-    By the name of the task: `pass@k`, `maj@k`, `reward` (mean), `tokens` (mean
-    length of a response), `finished` (fraction that ended by themselves). With
-    several tasks also `macro average`, in which each has the same weight.
+    For each task, the metrics `pass@k`, `maj@k`, `reward` (mean), `tokens`
+    (mean length of a response) and `finished` (fraction of responses that ended
+    before the length limit). If there are several tasks, also those of
+    `macro average`, in which every task has the same weight.
 
   Raises:
-    ValueError: a k is not 1 to n.
+    ValueError: If a k is not between 1 and n.
   """
   groups: dict[str, list[Sequence[Sample]]] = {}
   for start in range(0, len(samples), group_size):
     group = samples[start : start + group_size]
     groups.setdefault(group[0].task, []).append(group)
   values = {
-      task: _by_problem(found, ks, correct_at) for task, found in groups.items()
+      task: _by_problem(own, ks, correct_at) for task, own in groups.items()
   }
   metrics = {
       task: {name: intervals.interval(x) for name, x in columns.items()}
@@ -194,10 +201,12 @@ def summarize(
   return metrics
 
 
-def _by_problem(groups, ks, correct_at):
-  """Each metric of each problem of one task, `[N]` by name."""
-  of = lambda name: np.array([[getattr(s, name) for s in g] for g in groups])
-  rewards = of("reward")
+def _by_problem(
+    groups: Sequence[Sequence[Sample]], ks: Sequence[int], correct_at: float
+) -> dict[str, np.ndarray]:
+  """The metrics of each of N problems of one task, `[N]` arrays by name."""
+  field = lambda name: np.array([[getattr(s, name) for s in g] for g in groups])
+  rewards = field("reward")
   correct = np.sum(rewards >= correct_at - _ROUNDING, axis=1)
   answers = [[pass_at_k.answer(s.completion) for s in g] for g in groups]
   columns = {
@@ -207,11 +216,11 @@ def _by_problem(groups, ks, correct_at):
       f"maj@{k}": pass_at_k.maj_at_k(answers, rewards, k) for k in ks if k > 1
   }
   for name in ("reward", "tokens", "finished"):
-    columns[name] = of(name).mean(axis=1)
+    columns[name] = field(name).mean(axis=1)
   return columns
 
 
-def evaluate(
+def evaluate_greedily(
     sampler: sampler_lib.Sampler,
     tokenizer: Tokenizer,
     task: tasks.Task,
@@ -220,24 +229,25 @@ def evaluate(
     max_prompts: int,
     workers: rewards_lib.RewardWorkers | None = None,
 ) -> tuple[dict[str, float], list[Sample]]:
-  """Decodes greedily and asks the task for rewards.
+  """Scores one greedy response to each held-out prompt of a task.
 
   Args:
-    sampler: what answers.
-    tokenizer: the model's tokenizer.
-    task: whose held-out examples are used.
-    max_new_tokens: limit of a completion in tokens.
-    max_prompts: how many of the held-out examples, at most.
-    workers: see `collect`.
+    sampler: Samples the responses.
+    tokenizer: The tokenizer of the model.
+    task: The task.
+    max_new_tokens: Longest response in tokens.
+    max_prompts: Most held-out prompts to use; the first ones are taken.
+    workers: See `sample_and_score`.
 
   Returns:
-    Metrics: `accuracy` (mean reward), `length` (mean tokens of a completion)
-    and `finished` (fraction that ended by themselves); and every sample.
+    The metrics `accuracy` (mean reward), `length` (mean length of a response in
+    tokens) and `finished` (fraction of responses that ended before the length
+    limit); and the samples.
 
   Raises:
-    ValueError: a prompt is too long for the sampler.
+    ValueError: If a prompt is too long for the sampler.
   """
-  samples = collect(
+  samples = sample_and_score(
       sampler,
       tokenizer,
       task,
@@ -256,10 +266,10 @@ def evaluate(
 
 
 def to_table(metrics: Mapping[str, Metrics]) -> str:
-  """The metrics as text: a line for each task and metric."""
+  """Formats the metrics as text, with a line for each task and metric."""
   lines = []
   for task, columns in metrics.items():
     lines.append(task)
-    for name, found in columns.items():
-      lines.append(f"  {name:10} {found}")
+    for name, interval in columns.items():
+      lines.append(f"  {name:10} {interval}")
   return "\n".join(lines)

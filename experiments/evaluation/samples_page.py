@@ -1,6 +1,6 @@
-"""What a model wrote, as one page to read: HTML and Markdown."""
+"""Writes samples of a model as one readable page, in HTML and Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import html
 import itertools
 import pathlib
@@ -20,15 +20,15 @@ pre.prompt { background: none; border: 1px solid #8884 }
 
 
 class Sample(NamedTuple):
-  """One response.
+  """A response and its reward.
 
   Attributes:
-    prompt: as the model saw it, special tokens included.
-    completion: its text.
-    reward: what it earned.
-    tokens: its length, the end-of-turn token included.
-    finished: whether it ended by itself and not by the limit.
-    task: the name of the problem's task.
+    prompt: The prompt as the model saw it, with special tokens.
+    completion: The text of the response.
+    reward: The reward of the response.
+    tokens: Length of the response in tokens, including the end-of-turn token.
+    finished: Whether it ended before the length limit.
+    task: Name of the problem's task.
   """
 
   prompt: str
@@ -48,14 +48,14 @@ def write(
   """Writes `samples.html` and `samples.md`.
 
   Args:
-    directory: made if it is not there.
-    title: of the page.
-    samples: in the order in which they are to be shown; the responses to a
-      prompt are adjacent.
-    group_size: responses to each prompt.
+    directory: Directory to write to; created if it does not exist.
+    title: Title of the page.
+    samples: The samples in the order shown; responses to the same prompt are
+      adjacent.
+    group_size: Number of responses to each prompt.
 
   Returns:
-    The paths of both.
+    The paths of both files.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def write(
 
 
 def to_html(title: str, samples: Sequence[Sample], group_size: int) -> str:
-  """One self-contained page; arguments as for `write`."""
+  """Returns a self-contained HTML page; see `write` for the arguments."""
   parts = [
       "<!doctype html>",
       '<html lang="en"><meta charset="utf-8">',
@@ -92,7 +92,7 @@ def to_html(title: str, samples: Sequence[Sample], group_size: int) -> str:
 
 
 def to_markdown(title: str, samples: Sequence[Sample], group_size: int) -> str:
-  """The same as text; arguments as for `write`."""
+  """Returns the page as Markdown; see `write` for the arguments."""
   parts = [f"# {title}"]
   for number, group in enumerate(_groups(samples, group_size)):
     parts += [f"## {number}: {group[0].task}", _fenced(group[0].prompt)]
@@ -101,8 +101,10 @@ def to_markdown(title: str, samples: Sequence[Sample], group_size: int) -> str:
   return "\n\n".join(parts) + "\n"
 
 
-def _groups(samples, group_size):
-  """The responses to one prompt at a time."""
+def _groups(
+    samples: Sequence[Sample], group_size: int
+) -> Iterator[list[Sample]]:
+  """Yields the samples of one prompt at a time."""
   if group_size < 1 or len(samples) % group_size:
     raise ValueError(
         f"group_size={group_size} must divide the {len(samples)} samples"
@@ -112,14 +114,14 @@ def _groups(samples, group_size):
     yield group
 
 
-def _facts(sample):
-  """The line above a completion; it has nothing to escape."""
+def _facts(sample: Sample) -> str:
+  """The line above a completion; it needs no escaping."""
   end = "finished" if sample.finished else "cut at the limit"
   return f"reward {sample.reward:.3g} · {sample.tokens} tokens · {end}"
 
 
-def _fenced(text):
-  """A code block that no run of backticks in the text can end."""
+def _fenced(text: str) -> str:
+  """A code block with a fence longer than any run of backticks in the text."""
   runs = map(len, re.findall("`+", text))
   fence = "`" * max(3, 1 + max(runs, default=0))
   return f"{fence}text\n{text}\n{fence}"

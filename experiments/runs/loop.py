@@ -390,7 +390,7 @@ class Run:
       sampler = engine.local_sampler(
           self._engine_settings, self.model, self.state.params, self.tokenizer
       )
-      metrics, _ = heldout.evaluate(
+      metrics, _ = heldout.evaluate_greedily(
           sampler,
           self.tokenizer,
           self.task,

@@ -1,8 +1,4 @@
-"""Evaluation of the tiny model, by hand and by the program."""
-
-import json
-import subprocess
-import sys
+"""Tests of sampling and scoring held-out prompts with the tiny model."""
 
 import jax
 import numpy as np
@@ -14,9 +10,7 @@ from experiments.evaluation.samples_page import Sample
 from experiments.models import decoder, tiny
 from experiments.rollouts import chat, sampler
 from experiments.rollouts.sampling import Sampling
-from tests.helpers.paths import ROOT
 
-# As in samplers_test, so that both compile the same program.
 SAMPLING = Sampling(max_new_tokens=6, temperature=1.0)
 
 
@@ -43,20 +37,20 @@ def test_every_response_is_scored_beside_its_prompt(loaded):
   """Three responses each to two prompts, decoded one at a time."""
   task = tasks.make_task("addition", seed=0)
   examples = task.heldout()[:2]
-  collect = lambda key: heldout.collect(
+  run = lambda key: heldout.sample_and_score(
       make_sampler(loaded),
       loaded.tokenizer,
       task,
       examples,
       SAMPLING,
       jax.random.key(key),
-      samples=3,
+      group_size=3,
   )
-  found = collect(0)
-  assert len(found) == 6
-  assert collect(0) == found
-  assert collect(1) != found
-  for i, one in enumerate(found):
+  samples = run(0)
+  assert len(samples) == 6
+  assert run(0) == samples
+  assert run(1) != samples
+  for i, one in enumerate(samples):
     example = examples[i // 3]
     ids = chat.encode_prompts(loaded.tokenizer, [example])[0]
     assert one.prompt == loaded.tokenizer.decode(ids, skip_special=False)
@@ -66,27 +60,27 @@ def test_every_response_is_scored_beside_its_prompt(loaded):
 
 
 def test_correctness_counts_and_not_the_form_of_an_answer(loaded):
-  """Rewards of workers; in this process here, which has no time limit."""
+  """With workers, which here score in this process, without a time limit."""
   task = tasks.make_task("addition", seed=0)
   examples = task.heldout()[:2]
-  found = heldout.collect(
+  samples = heldout.sample_and_score(
       make_sampler(loaded),
       loaded.tokenizer,
       task,
       examples,
       SAMPLING,
       jax.random.key(0),
-      samples=3,
+      group_size=3,
       workers=rewards.RewardWorkers(
-          task, "correctness + 0.5*evaluate_test:length", workers=0
+          task, f"correctness + 0.5*{__name__}:length", workers=0
       ),
   )
-  for i, one in enumerate(found):
+  for i, one in enumerate(samples):
     assert one.reward == task.reward(examples[i // 3], one.completion)
 
 
 def length(example, completion):
-  """A part of a reward that is never the same as correctness."""
+  """A reward that never equals correctness."""
   del example
   return len(completion) + 7
 
@@ -97,8 +91,8 @@ def test_metrics_by_task_and_their_average():
       *[sample("a", c, r) for c, r in (("1", 1.0), ("1", 1.0), ("2", 0.0))],
       *[sample("b", "?", 0.5, tokens=4, finished=False) for _ in range(3)],
   ]
-  found = heldout.summarize(rows, 3, ks=(1, 3))
-  means = {t: {n: i.mean for n, i in c.items()} for t, c in found.items()}
+  metrics = heldout.summarize(rows, 3, ks=(1, 3))
+  means = {t: {n: i.mean for n, i in c.items()} for t, c in metrics.items()}
   assert means["a"] == pytest.approx(
       {
           "pass@1": 0.5,  # (1/3 + 2/3) / 2.
@@ -109,13 +103,13 @@ def test_metrics_by_task_and_their_average():
           "finished": 1.0,
       }
   )
-  # Half a reward is not right; from 0.5 on it is.
+  # A reward of 0.5 is correct only if `correct_at` allows it.
   assert means["b"]["pass@3"] == means["b"]["maj@3"] == 0.0
   assert means["macro average"]["pass@3"] == 0.5
   assert means["macro average"]["tokens"] == 3.0
   lenient = heldout.summarize(rows, 3, ks=(1,), correct_at=0.5)
   assert lenient["b"]["pass@1"].mean == 1.0
-  assert "pass@3     1 [1, 1]" in heldout.to_table(found)
+  assert "pass@3     1 [1, 1]" in heldout.to_table(metrics)
   one = heldout.summarize(rows[:3], 3)
   assert list(one) == ["a"]
 
@@ -123,8 +117,8 @@ def test_metrics_by_task_and_their_average():
 def test_a_sum_of_parts_that_rounds_is_right():
   reward = float(np.float32(0.9) + np.float32(0.1) - np.float32(1e-7))
   assert reward < 1.0
-  found = heldout.summarize([sample("a", "8", reward)], 1)
-  assert found["a"]["pass@1"].mean == 1.0
+  metrics = heldout.summarize([sample("a", "8", reward)], 1)
+  assert metrics["a"]["pass@1"].mean == 1.0
 
 
 def test_long_prompts_are_named(loaded):
@@ -138,7 +132,7 @@ def test_long_prompts_are_named(loaded):
   assert list(lengths) == [12, 21, 12]
   match = r"prompt 1 has 21 tokens.*=16: raise it .*has 21"
   with pytest.raises(ValueError, match=match):
-    heldout.collect(
+    heldout.sample_and_score(
         make_sampler(loaded),
         loaded.tokenizer,
         task,
@@ -146,38 +140,3 @@ def test_long_prompts_are_named(loaded):
         SAMPLING,
         jax.random.key(0),
     )
-
-
-def run(*args):
-  """The program as a user starts it."""
-  return subprocess.run(
-      [sys.executable, "-m", "experiments.evaluate", *args],
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      check=False,
-  )
-
-
-@pytest.mark.slow
-def test_the_program(loaded, tmp_path):
-  from experiments.models import hf
-
-  hf.save(tmp_path / "hf", loaded.config, loaded.params, loaded.tokenizer)
-  args = [f"--model={tmp_path / 'hf'}", "--task=addition", "--task=addition:2"]
-  args += ["--samples=4", "--k=1,4", "--prompts=10", "--max_new_tokens=4"]
-  done = run(*args, f"--out={tmp_path / 'out'}", "--slots=16")
-  assert done.returncode == 0, done.stderr
-  assert "macro average" in done.stdout and "maj@4" in done.stdout
-  content = json.loads((tmp_path / "out" / "metrics.json").read_text())
-  assert set(content["metrics"]) == {"addition", "addition:2", "macro average"}
-  assert content["settings"]["samples"] == 4
-  assert (tmp_path / "out" / "samples.html").exists()
-
-  done = run(args[0], "--samples=2", "--k=4")
-  assert done.returncode == 1
-  assert "error: k=4 must be 1 to 2" in done.stderr
-  done = run(args[0], "--samples=2", "--temperature=0")
-  assert "samples=2 with temperature=0 are all the same" in done.stderr
-  done = run("--model=/nothing")
-  assert "error: no model at /nothing" in done.stderr

@@ -1,4 +1,4 @@
-"""pass@k and maj@k against enumeration."""
+"""Tests of pass@k and maj@k against enumeration."""
 
 import itertools
 
@@ -20,13 +20,13 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(k):
 
 
 def test_pass_at_k_is_stable_for_many_responses():
-  """With 10,000 responses the binomials of the formula are beyond float64."""
+  """With 10,000 responses, the binomial coefficients have 242 digits."""
   found = pass_at_k.pass_at_k(10_000, np.array([0, 1, 10_000]), 100)
   np.testing.assert_allclose(found, [0.0, 0.01, 1.0], rtol=1e-9)
 
 
 def test_the_estimator_has_no_bias_where_the_plug_in_has():
-  """1 - (1 - c / n)^k is too low; ours is right on average."""
+  """On average 1 - (1 - c / n)^k is too low, and our estimate is correct."""
   rng = np.random.default_rng(0)
   chance, n, k = 0.2, 6, 4
   correct = rng.binomial(n, chance, 20_000)
@@ -51,7 +51,7 @@ def test_a_vote_is_won_by_the_most_frequent_and_then_the_first():
 
 
 def test_more_subsets_than_are_drawn():
-  """C(20, 10) = 184,756 subsets; 14 right of 20 win nearly all of them."""
+  """Of C(20, 10) = 184,756 subsets, the 14 correct of 20 win nearly all."""
   answers = ["1"] * 14 + ["2"] * 6
   rewards = [1.0] * 14 + [0.0] * 6
   found = pass_at_k.maj_at_k([answers], np.array([rewards]), 10)

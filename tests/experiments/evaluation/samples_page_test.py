@@ -1,4 +1,4 @@
-"""Pages of samples: complete, in order, and harmless."""
+"""Tests of pages of samples: complete, in order, and free of markup."""
 
 from html.parser import HTMLParser
 
@@ -16,7 +16,7 @@ SAMPLES = [
 
 
 class Reader(HTMLParser):
-  """Tags of a page, and the text in each `pre`."""
+  """Collects the tags of a page and the text in each `pre`."""
 
   def __init__(self):
     super().__init__()
