@@ -6,6 +6,8 @@ python -m experiments.runs.metric_names > docs/metrics.md
 import re
 from typing import NamedTuple
 
+from experiments import _cli
+
 
 class Metric(NamedTuple):
   """One metric, or a family of them.
@@ -213,4 +215,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-  print(page(), end="")
+  _cli.run(lambda names: print(page(), end=""))

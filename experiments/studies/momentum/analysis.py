@@ -105,7 +105,9 @@ def effect(
       before.append(row)
 
   def others(row):
-    return factors(row["overrides"])._replace(**{of.factor: None})
+    levels = factors(row["overrides"])
+    assert levels is not None
+    return tuple(x for x in levels._asdict().items() if x[0] != of.factor)
 
   return curves.paired(after, before, others, number)
 
