@@ -215,7 +215,7 @@ def _sample(
     raise ValueError(
         f"a prompt of {longest} tokens and max_tokens="
         f"{sampling.max_new_tokens} exceed the context of"
-        f" {loaded.config.max_length} tokens"
+        f" {loaded.config.max_length} tokens: lower max_tokens or shorten it"
     )
   sampler = sampler_lib.LocalSampler(
       decoder.Decoder(loaded.config),

@@ -1,4 +1,4 @@
-"""A server's client against sampling in this process, and its errors."""
+"""Tests of the client of a server, against sampling in this process."""
 
 import contextlib
 import http.server
@@ -17,7 +17,7 @@ from experiments.rollouts import sampler as sampler_lib
 from experiments.rollouts import server as server_lib
 from experiments.rollouts.sampling import Sampling
 
-# What the server pads prompts of this length to: all compile the same program.
+# The server pads these prompts to the same length: all share one program.
 LENGTH, NEW = 16, 6
 SAMPLING = Sampling(max_new_tokens=NEW, temperature=0.7)
 PROMPTS = [[7, 3, 9], [5], [4, 4, 4, 3, 8]]
@@ -25,7 +25,7 @@ PROMPTS = [[7, 3, 9], [5], [4, 4, 4, 3, 8]]
 
 @contextlib.contextmanager
 def running(server):
-  """A server in a thread."""
+  """Runs a server in a thread."""
   thread = threading.Thread(target=server.serve_forever, args=(0.01,))
   with server:
     thread.start()
@@ -67,7 +67,7 @@ def make_client(url, tokenizer, **options):
 
 
 def sample_local(sampler, key, sampling, group_size=1):
-  """Samples of one prompt at a time, with the seeds that the client sends."""
+  """Samples one prompt at a time, with the seeds that the client sends."""
   seeds = np.asarray(jax.random.bits(key, (len(PROMPTS),))) >> 1
   rollouts = [
       sampler.sample(
@@ -79,7 +79,7 @@ def sample_local(sampler, key, sampling, group_size=1):
 
 
 def test_samples_of_the_same_seed_are_those_of_this_process(server, loaded):
-  """And their log-probs are the trainer's, of a forward pass without cache."""
+  """Their log-probs are also those of a forward pass without a cache."""
   client = make_client(server.url, loaded.tokenizer, concurrency=2)
   key = jax.random.key(3)
   theirs = client.sample(PROMPTS, key, SAMPLING)
@@ -136,7 +136,7 @@ def test_new_weights_reach_the_server(loaded, tmp_path):
   expected = sample_local(local, key, SAMPLING)
   np.testing.assert_array_equal(after.tokens, expected.tokens)
   assert (before.tokens != after.tokens).any()
-  # Without a hook the server keeps its weights.
+  # Without `sync` the server keeps its weights.
   with running(make_server(loaded)) as server:
     client = make_client(server.url, loaded.tokenizer)
     client.update_weights(other.params, 1)
@@ -170,7 +170,7 @@ def test_a_refused_request_says_why_at_once(server, loaded):
 
 
 def scripted(*answers):
-  """A server that gives these (status, JSON) answers to POSTs, one by one."""
+  """A server that answers POST requests with these (status, JSON) pairs."""
   waiting = list(answers)
 
   class Handler(http.server.BaseHTTPRequestHandler):
@@ -206,7 +206,7 @@ def choice(**changes):
 
 
 def ask(tokenizer, *answers, group_size=1, **options):
-  """Responses of a scripted server to one prompt."""
+  """Samples one prompt from a server with scripted answers."""
   with scripted(*answers) as server:
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     client = make_client(url, tokenizer, **options)

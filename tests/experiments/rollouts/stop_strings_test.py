@@ -1,4 +1,4 @@
-"""Stop strings against looking for them in decoded text."""
+"""Tests of stop strings against a search in decoded text."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def tokenizer():
 
 
 def ends(table, tokens):
-  """How many tokens there are when a string is complete; None if never."""
+  """Number of tokens until a stop string is complete; None if never."""
   state = 0
   for n, token in enumerate(tokens, 1):
     state = table.table[state, token]
@@ -28,6 +28,7 @@ def ends(table, tokens):
 
 
 def first_match(tokenizer, stop, tokens):
+  """The same by a search in decoded text."""
   for n in range(1, len(tokens) + 1):
     if any(text in tokenizer.decode(tokens[:n]) for text in stop):
       return n
@@ -41,7 +42,7 @@ def test_ends_are_those_of_decoded_text(tokenizer):
   letters = tokenizer.encode("aabc the\n é")
   found = []
   for _ in range(300):
-    # Of a few letters, so that strings begin again within themselves.
+    # With few letters, stop strings often begin again within themselves.
     some = rng.choice(letters, 12)
     tokens = np.where(rng.random(12) < 0.9, some, rng.integers(0, 128, 12))
     found.append(ends(table, tokens))
