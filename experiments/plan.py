@@ -36,7 +36,7 @@ from experiments.planning.update_plan import Plan, plan
 from experiments.reporting import provenance
 
 _SEARCHES = {"batch": search.search_batch, "slice": search.search_slice}
-# Flags that a config answers by itself.
+# Fields whose flags do not go with --config, which has the sizes.
 _FIELDS = {
     field.name: field
     for field in dataclasses.fields(Request)
@@ -61,7 +61,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 def plan_model(
     request: Request, search_for: str | None = None, dump: str | None = None
 ) -> dict[str, Any]:
-  """Plans a request, or searches from it; prints a table.
+  """Plans a request, or searches from it, and prints the result.
 
   Args:
     request: What to plan.
@@ -88,7 +88,7 @@ def plan_model(
 
 
 def _request(names: flags.FlagValues) -> Request:
-  """The request that the flags make."""
+  """Makes the request from the flags."""
   values: dict[str, Any] = {name: names[name].value for name in _FIELDS}
   if values["mesh"] is not None:
     values["mesh"] = parse_mesh(values["mesh"])
@@ -96,7 +96,7 @@ def _request(names: flags.FlagValues) -> Request:
 
 
 def _refuse_sizes(names: flags.FlagValues) -> None:
-  """Raises ValueError for flags that --config makes meaningless."""
+  """Raises ValueError for a flag that does not go with --config."""
   for name in (*_FIELDS, "search", "dump"):
     if names[name].present:
       raise ValueError(
@@ -106,7 +106,7 @@ def _refuse_sizes(names: flags.FlagValues) -> None:
 
 
 def _check_writable(file: pathlib.Path) -> None:
-  """Raises OSError now, and not after minutes of compiling."""
+  """Raises OSError now instead of after minutes of compiling."""
   file.parent.mkdir(parents=True, exist_ok=True)
   new = not file.exists()
   file.open("a").close()
@@ -115,7 +115,7 @@ def _check_writable(file: pathlib.Path) -> None:
 
 
 def main(names: flags.FlagValues) -> None:
-  # Accelerators of this machine play no part in this.
+  # Compiling needs no accelerator of this machine.
   jax.config.update("jax_platforms", "cpu")
   if names.out is not None:
     _check_writable(pathlib.Path(names.out))
@@ -124,7 +124,7 @@ def main(names: flags.FlagValues) -> None:
   else:
     _refuse_sizes(names)
     content = run_plan.plan_config(names.config, names.model, names.target)
-    print(run_plan.summary(content))
+    print(report.run_plan_table(content))
   if names.out is not None:
     content = {"command": provenance.command(), **content}
     text = json.dumps(content, indent=2) + "\n"
@@ -132,7 +132,7 @@ def main(names: flags.FlagValues) -> None:
 
 
 def _define_flags() -> None:
-  """A flag for each field of `Request`, and those of the program."""
+  """Defines a flag for each field of `Request`, and the command's own flags."""
   config_flags.DEFINE_config_file(
       "config", None, "Training config to plan instead of single sizes."
   )

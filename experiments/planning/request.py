@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 import ml_collections
 
 from experiments.configs import quickstart
@@ -13,18 +13,20 @@ from experiments.parallel import sharding
 from experiments.planning import targets
 
 _DEVICES_PER_HOST = 8
-# Rows of a product that keep an accelerator busy, and the smallest block.
-_ROWS, _MIN_BLOCK = 512, 128
+# Rows of a product that keep an accelerator busy.
+_ROWS = 512
+# Fewest tokens of a sequence in a default token block.
+_MIN_BLOCK = 128
 
 
 def _field(help_text: str, **default: Any) -> Any:
-  """A field whose text is the help of the command's flag of that name."""
+  """A field with the help text of its flag in `experiments.plan`."""
   return dataclasses.field(metadata={"help": help_text}, **default)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """What to plan. `help_of` gives the meaning of each field."""
+  """What to plan; `help_of` explains each field."""
 
   model: str = _field(
       "Name of a published model such as qwen2.5-7b, or a Hugging Face"
@@ -83,7 +85,7 @@ class Request:
 
 
 def help_of(name: str) -> str:
-  """What a field of `Request` means."""
+  """Returns the explanation of a field of `Request`."""
   fields = {field.name: field for field in dataclasses.fields(Request)}
   return fields[name].metadata["help"]
 
@@ -131,16 +133,17 @@ def resolved(request: Request) -> Request:
 def check_sizes(request: Request, architecture: DecoderConfig) -> None:
   """Raises ValueError for sizes that the model cannot have."""
   limits = {"tokens": "max_length", "rank": "d_model"}
-  for name, of in limits.items():
-    value, limit = vars(request)[name], vars(architecture)[of]
+  for name, limit_name in limits.items():
+    value, limit = vars(request)[name], vars(architecture)[limit_name]
     if value > limit:
       raise ValueError(
-          f"{name}={value} must be at most {limit}, the {of} of"
+          f"{name}={value} must be at most {limit}, the {limit_name} of"
           f" {request.model}"
       )
 
 
 def _or(value: Any, default: Any) -> Any:
+  """The value, or the default if it is None."""
   return default if value is None else value
 
 
@@ -155,14 +158,14 @@ def full_rows_config(
     chunk: int,
     probe_responses: int,
 ) -> ml_collections.ConfigDict:
-  """The quickstart's config at another size, with LoGRA as published.
+  """Makes the quickstart's config at another size, with LoGRA as published.
 
   Every prompt has one response, so each row of a batch is full.
 
   Args:
-    optimizer: A name in `optimizers.OPTIMIZERS`.
-    rank: Rank of sketches, adapters or projections.
-    responses: Responses of an update, over all devices.
+    optimizer: Name of the optimizer, a key of `optimizers.OPTIMIZERS`.
+    rank: Rank of its sketches, adapters or projections.
+    responses: Responses per update, over all devices.
     tokens: Length of a row in tokens, prompt and response together.
     prompt_tokens: Tokens of a row that are the prompt.
     micro_rows: Rows computed at once, over all devices.
@@ -187,8 +190,10 @@ def full_rows_config(
   return config
 
 
-def training_config(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
-  """The training config of a request on a mesh."""
+def training_config(
+    request: Request, mesh: Mesh | AbstractMesh
+) -> ml_collections.ConfigDict:
+  """Makes the training config of a request on a mesh."""
   request = resolved(request)
   assert request.prompt_tokens
   probe = probe_responses(request, mesh)
@@ -213,20 +218,25 @@ def training_config(request: Request, mesh: Mesh) -> ml_collections.ConfigDict:
   return config
 
 
-def probe_responses(request: Request, mesh: Mesh) -> int:
-  """Responses per data shard that the KL is predicted on."""
-  there = request.sequences * mesh.shape["tensor"]
-  probe = _or(request.probe, min(2, there))
-  if probe > there:
-    raise ValueError(f"probe={probe} must be at most {there}, a shard's share")
+def probe_responses(request: Request, mesh: Mesh | AbstractMesh) -> int:
+  """Number of responses per data shard that the KL is predicted on.
+
+  Raises:
+    ValueError: If a shard has fewer responses.
+  """
+  share = request.sequences * mesh.shape["tensor"]
+  probe = _or(request.probe, min(2, share))
+  if probe > share:
+    raise ValueError(f"probe={probe} must be at most {share}, a shard's share")
   return probe
 
 
 def default_mesh(architecture: DecoderConfig, n_devices: int) -> dict[str, int]:
-  """As many devices on `tensor` as the model and one host allow, then `fsdp`.
+  """Puts as many devices on `tensor` as the model and one host allow.
 
-  With one or two sequences per device, the weights of a layer are larger than
-  its activations, so the activations should be sent and not the weights.
+  All others are on `fsdp`.
+  With one or two sequences per device, a layer's weights are
+  larger than its activations, so it is better to send the activations.
   """
   tensor = max(
       n
@@ -239,9 +249,10 @@ def default_mesh(architecture: DecoderConfig, n_devices: int) -> dict[str, int]:
 
 
 def default_token_block(request: Request, mesh: Mapping[str, int]) -> int:
-  """Enough tokens for products of `_ROWS` rows; all of them with `fsdp`.
+  """Returns a block with enough tokens to keep an accelerator busy.
 
-  Every block gathers the weights that are split over `fsdp` again.
+  With `fsdp` it is 0, which means all tokens, because every block would gather
+  the weights again.
   """
   if mesh["fsdp"] > 1:
     return 0
@@ -249,27 +260,29 @@ def default_token_block(request: Request, mesh: Mapping[str, int]) -> int:
   return min(request.tokens, max(_MIN_BLOCK, _ROWS // sequences))
 
 
-def token_block(request: Request, mesh: Mesh) -> int:
-  """Tokens of a sequence that are projected at once."""
+def token_block(request: Request, mesh: Mesh | AbstractMesh) -> int:
+  """Number of tokens of a sequence that are projected at once; 0 means all."""
   return _or(request.token_block, default_token_block(request, mesh.shape))
 
 
 def make_mesh(
     request: Request, target: targets.Target, architecture: DecoderConfig
 ) -> Mesh:
-  """The mesh of a request, of the devices of its target.
+  """Makes the mesh of a request from the devices of its target.
 
   Raises:
     ValueError: If the mesh has an unknown axis, or another number of devices.
   """
-  found = target.devices()
+  devices = target.devices()
   sizes = request.mesh
   if sizes is None:
-    sizes = default_mesh(architecture, len(found))
+    sizes = default_mesh(architecture, len(devices))
   unknown = set(sizes) - set(sharding.AXES)
   if unknown:
     raise ValueError(
         f"mesh has the axes {sorted(unknown)}; there are"
         f" {', '.join(sharding.AXES)}"
     )
-  return sharding.make_mesh({a: sizes.get(a, 1) for a in sharding.AXES}, found)
+  return sharding.make_mesh(
+      {axis: sizes.get(axis, 1) for axis in sharding.AXES}, devices
+  )

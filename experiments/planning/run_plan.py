@@ -1,9 +1,9 @@
-"""What a run of a training config needs: its update, and sampling.
+"""Plans a run of a training config: its update, and sampling.
 
-`update_plan` chooses sizes and a mesh by itself; here they are the config's.
-Sampling means a block of decoding steps, which is compiled too, and the keys
-and values that it keeps. The two do not overlap: the cache is freed before the
-update. Reading prompts is not compiled.
+Sizes and mesh are those of the config; `update_plan` chooses them by itself.
+Sampling is a block of decoding steps, which is compiled too, and the keys and
+values that it keeps. It does not overlap with the update, because the cache is
+freed before. Reading prompts is not compiled.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 import ml_collections
 
 from experiments.learning import compiled_step
@@ -31,7 +31,7 @@ from experiments.runs import check_config
 def cache_bytes(
     architecture: DecoderConfig,
     config: ml_collections.ConfigDict,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *,
     evaluation: bool = False,
 ) -> int:
@@ -40,31 +40,34 @@ def cache_bytes(
   Args:
     architecture: The model, as the config runs it.
     config: A config like `configs/quickstart.py`.
-    mesh: A mesh of `sharding.make_mesh`.
+    mesh: The mesh, from `sharding.make_mesh`.
     evaluation: Whether to count an evaluation, which has one response to each
       of `evaluate.prompts`, instead of a rollout.
   """
-  c = config.rollout
-  prompts, responses = c.prompts, c.responses
+  rollout = config.rollout
+  prompts, responses = rollout.prompts, rollout.responses
   if evaluation:
     prompts, responses = config.evaluate.prompts, 1
-  slots = min(sampling.slots(c), prompts * responses)
+  slots = min(sampling.slots(rollout), prompts * responses)
   total = generate.memory_bytes(
       architecture,
       prompts=prompts,
       group_size=responses,
-      prompt_tokens=c.max_prompt_tokens,
-      max_new_tokens=c.max_new_tokens,
+      prompt_tokens=rollout.max_prompt_tokens,
+      max_new_tokens=rollout.max_new_tokens,
       slots=slots,
-      cache_dtype=c.cache_dtype or None,
+      cache_dtype=rollout.cache_dtype or None,
   )
-  return _part(total, slots, architecture, mesh)
+  return _device_share(total, slots, architecture, mesh)
 
 
-def _part(
-    total: int, slots: int, architecture: DecoderConfig, mesh: Mesh
+def _device_share(
+    total: int,
+    slots: int,
+    architecture: DecoderConfig,
+    mesh: Mesh | AbstractMesh,
 ) -> int:
-  """The share that one device has of a cache of `slots` slots."""
+  """Bytes on one device of a cache of `slots` slots with `total` bytes."""
   whole = (slots, architecture.n_kv_heads)
   spec = sharding.spec(("batch", "heads"), whole, mesh)
   part = NamedSharding(mesh, spec).shard_shape(whole)
@@ -83,12 +86,16 @@ def _sampling_bytes(
   counts besides their cache. None if the compiler ran out of memory without
   saying how much it needs.
   """
-  c, dtype = config.rollout, config.rollout.cache_dtype or None
-  length = c.max_prompt_tokens + decode_steps.ring_size(c.max_new_tokens)
-  n = sampling.slots(c)
-  of_slots = kv_cache.cache_bytes(architecture, n, length, dtype)
-  beside = cache_bytes(architecture, config, mesh)
-  beside -= _part(of_slots, n, architecture, mesh)
+  rollout = config.rollout
+  length = rollout.max_prompt_tokens
+  length += decode_steps.ring_size(rollout.max_new_tokens)
+  n = sampling.slots(rollout)
+  slot_bytes = kv_cache.cache_bytes(
+      architecture, n, length, rollout.cache_dtype or None
+  )
+  # What sampling keeps besides the cache of the slots, which is compiled.
+  others = cache_bytes(architecture, config, mesh)
+  others -= _device_share(slot_bytes, n, architecture, mesh)
   lowered = _lower_decode(architecture, config, mesh)
   try:
     compiled = lowered.compile(compiler_options=dict(options))
@@ -96,34 +103,34 @@ def _sampling_bytes(
     if not str(error).startswith("RESOURCE_EXHAUSTED"):
       raise
     needed = update_plan.needed_bytes(str(error))
-    return None if needed is None else needed + beside
-  return compiled_step.sizes(compiled)["peak_bytes"] + beside
+    return None if needed is None else needed + others
+  return compiled_step.sizes(compiled)["peak_bytes"] + others
 
 
 def _lower_decode(
     architecture: DecoderConfig, config: ml_collections.ConfigDict, mesh: Mesh
 ) -> jax.stages.Lowered:
-  """A block of decoding from empty slots, ready to compile."""
-  c, n = config.rollout, sampling.slots(config.rollout)
+  """Lowers a block of decoding from empty slots, ready to compile."""
+  rollout, n = config.rollout, sampling.slots(config.rollout)
   state = compiled_step.abstract_state(
       Decoder(load.configure(architecture, config)),
       UpdateSettings.of_config(config),
       mesh,
   )
-  how = sampling.Sampling.of_config(c)
-  how = dataclasses.replace(how, temperature=1.0, stop=())
+  settings = sampling.Sampling.of_config(rollout)
+  settings = dataclasses.replace(settings, temperature=1.0, stop=())
 
   def block(params, valid, alive):
     slots = decode_steps.empty(
         architecture,
         n,
-        c.max_prompt_tokens,
-        c.max_new_tokens,
-        c.cache_dtype or config.dtype,
+        rollout.max_prompt_tokens,
+        rollout.max_new_tokens,
+        rollout.cache_dtype or config.dtype,
     )
     return decode_steps.decode(
         Decoder(architecture),
-        decode_steps.Options(how, (0,)),
+        decode_steps.Options(settings, (0,)),
         decode_steps.DecodeInputs(
             params, jax.random.key(0), jnp.float32(1.0), None
         ),
@@ -134,29 +141,30 @@ def _lower_decode(
 
   masks = [
       jax.ShapeDtypeStruct(shape, bool, sharding=sharding.replicated(mesh))
-      for shape in ((n, c.max_prompt_tokens), (n,))
+      for shape in ((n, rollout.max_prompt_tokens), (n,))
   ]
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     traced = jax.jit(block).trace(state.params, *masks)
-  found = mesh.devices.reshape(-1)
-  return traced.lower(lowering_platforms=platforms.lowering_platforms(found))
+  names = platforms.lowering_platforms(mesh.devices.reshape(-1))
+  return traced.lower(lowering_platforms=names)
 
 
 def plan_config(
     config: ml_collections.ConfigDict, model: str, target: str
 ) -> dict[str, Any]:
-  """What a run of a config needs on each device.
+  """Compiles what a run of a config needs on each device.
 
   Args:
     config: A config like `configs/quickstart.py`; `config.model` is not read.
-    model: A name of `architectures.architecture`.
-    target: A name of `targets.parse`, with as many devices as `config.mesh`.
+    model: The model, a name that `architectures.architecture` takes.
+    target: The target, a name that `targets.parse` takes; has as many devices
+      as `config.mesh`.
 
   Returns:
     `model` and `target`; the fields of `update_plan.Account` for the update;
     `sampling_bytes`, the peak while a rollout is sampled, with
     `rollout_cache_bytes` of it; `evaluation_cache_bytes`; `fits`, for both the
-    update and sampling; and `gib`, the figures of `summary_line`.
+    update and sampling; and `gib`, the figures of `report.run_plan_line`.
 
   Raises:
     ValueError: If no run could start with the settings, or if the mesh has
@@ -165,16 +173,16 @@ def plan_config(
     ImportError: If the target's library is missing; names the extra.
   """
   check_config.check_config(config)
-  found = targets.parse(target)
-  mesh = sharding.make_mesh(config.mesh, found.devices())
+  parsed = targets.parse(target)
+  mesh = sharding.make_mesh(config.mesh, parsed.devices())
   check_config.check_mesh(config, mesh)
   architecture = load.configure(architectures.architecture(model), config)
   caches = [
       cache_bytes(architecture, config, mesh, evaluation=evaluation)
       for evaluation in (False, True)
   ]
-  decode = _sampling_bytes(architecture, config, mesh, found.compiler_options)
-  account = update_plan.account(architecture, config, found)
+  decode = _sampling_bytes(architecture, config, mesh, parsed.compiler_options)
+  account = update_plan.account(architecture, config, parsed)
   optimizer = account.arguments["optimizer"]
   peak = None if decode is None else decode + optimizer
   sizes = {
@@ -201,26 +209,3 @@ def plan_config(
           },
       }
   )
-
-
-# Header of `summary_line`; its columns are the names of `gib`.
-HEAD = "  devices      update  temporaries  sampling  cache  evaluation  device"
-
-
-def summary_line(content: Mapping[str, Any]) -> str:
-  """The figures as a line of a config's docstring, in GiB per device.
-
-  Args:
-    content: What `plan_config` returned.
-  """
-  cells = [f"  {content['target']:<11}"]
-  for name, value in content["gib"].items():
-    text = "?" if value is None else f"{value:.2f}"
-    cells.append(text.rjust(len(name)))
-  return "  ".join(cells)
-
-
-def summary(content: Mapping[str, Any]) -> str:
-  """Header, figures, and whether the run fits, as text for a terminal."""
-  verdict = "fits" if content["fits"] else f"does not fit {content['refusal']}"
-  return f"{HEAD}\n{summary_line(content)}\n{verdict}"

@@ -1,4 +1,4 @@
-"""What a model's update needs on a target, as the target's compiler states it.
+"""Plans an update: what it needs on a target, as the target's compiler states.
 
 The real update is compiled for devices that need not be at hand; nothing runs.
 The peak memory of a device is arguments + outputs - aliased + temporaries.
@@ -14,6 +14,7 @@ import tempfile
 import time
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -21,7 +22,7 @@ import ml_collections
 
 from experiments.learning import compiled_step
 from experiments.learning.batches import BatchSettings
-from experiments.learning.train_step import UpdateSettings
+from experiments.learning.train_step import TrainState, UpdateSettings
 from experiments.models import architectures, load
 from experiments.models.config import DecoderConfig
 from experiments.models.decoder import Decoder
@@ -45,7 +46,7 @@ class Account:
     memory_bytes: Memory of a device.
     arguments: Bytes of the update's arguments by kind: `weights`, `optimizer`,
       `batch`.
-    gradient_bytes: Bytes of the gradients: of sketches for `logra`.
+    gradient_bytes: Bytes of the gradients, which are sketches for `logra`.
     argument_bytes: Bytes of all arguments, with the compiler's padding.
     output_bytes: Bytes of all results.
     aliased_bytes: Bytes of results that reuse the memory of an argument.
@@ -122,10 +123,9 @@ def plan(request: Request, dump: str | os.PathLike[str] | None = None) -> Plan:
       token_block=request_lib.token_block(request, mesh),
       probe=request_lib.probe_responses(request, mesh),
   )
-  found = account(
-      architecture, request_lib.training_config(request, mesh), target, dump
-  )
-  return Plan(request=request, **vars(found))
+  config = request_lib.training_config(request, mesh)
+  stated = account(architecture, config, target, dump)
+  return Plan(request=request, **vars(stated))
 
 
 def account(
@@ -137,18 +137,18 @@ def account(
   """Compiles the update of a training config.
 
   Args:
-    architecture: shapes of the model.
-    config: a config like `configs/quickstart.py`.
-    target: devices, as many as `config.mesh` has.
-    dump: as for `plan`.
+    architecture: Shapes of the model.
+    config: A config like `configs/quickstart.py`.
+    target: The target, with as many devices as `config.mesh`.
+    dump: Folder for the compiler's own files, or None.
 
   Returns:
-    The compiler's account, also where it ran out of the device's memory.
+    The compiler's account, even if it ran out of the device's memory.
 
   Raises:
-    ValueError: a mesh that does not multiply to the devices, or cannot split
-      the model or the batch.
-    ImportError: the target's library is missing; names the extra.
+    ValueError: If the mesh has another number of devices than the target, or
+      cannot split the model or the batch.
+    ImportError: If the target's library is missing; names the extra.
   """
   mesh = sharding.make_mesh(config.mesh, target.devices())
   state = compiled_step.abstract_state(
@@ -183,10 +183,10 @@ def account(
     except jax.errors.JaxRuntimeError as error:
       return _refused(common, target, error, time.monotonic() - started)
     seconds = time.monotonic() - started
-    return _measured(common, compiled, _text(folder), seconds)
+    return _compiled(common, compiled, _dumped_text(folder), seconds)
 
 
-def _text(folder: pathlib.Path) -> str:
+def _dumped_text(folder: pathlib.Path) -> str:
   """The compiled program, as the compiler dumped it.
 
   `Compiled.as_text` would parse the program again, which fails if `libtpu` is
@@ -197,7 +197,7 @@ def _text(folder: pathlib.Path) -> str:
   return newest.read_text("utf-8")
 
 
-def _measured(
+def _compiled(
     common: Mapping[str, Any],
     compiled: jax.stages.Compiled,
     text: str,
@@ -246,6 +246,7 @@ def _refused(
 
 
 def _first_line(error: Exception) -> str:
+  """The first line of an error's message."""
   return str(error).splitlines()[0]
 
 
@@ -253,11 +254,12 @@ def needed_bytes(message: str) -> int | None:
   """Bytes that an out-of-memory message of a TPU compiler asks for.
 
   Args:
-    message: such as "Used 26.60G of 15.75G hbm" or "the total memory required
-      for HLO temporaries (256.00G) exceeds available HBM (15.75G)".
+    message: The message, such as "Used 26.60G of 15.75G hbm" or "the total
+      memory required for HLO temporaries (256.00G) exceeds available HBM
+      (15.75G)".
 
   Returns:
-    The number; None if there is none in a known form.
+    The number of bytes; None if the message does not state it in a known form.
   """
   match = re.search(r"(?:Used |\()([\d.]+)([KMGT])(?: of |\) exceeds)", message)
   if not match:
@@ -265,7 +267,7 @@ def needed_bytes(message: str) -> int | None:
   return int(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1))
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: chex.ArrayTree) -> int:
   """Bytes on one device of abstract arrays with shardings."""
   return sum(
       math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -273,11 +275,11 @@ def _bytes(tree: Any) -> int:
   )
 
 
-def _gradient_bytes(state: Any, mesh: Mesh) -> int:
+def _gradient_bytes(state: TrainState, mesh: Mesh) -> int:
   """Bytes on one device of what `value_and_grad` returns."""
-  nothing = lambda params: jnp.zeros(())
+  loss_fn = lambda params: jnp.zeros(())
   _, grads = jax.eval_shape(
-      logra_jax.value_and_grad(nothing), state.params, state.opt_state
+      logra_jax.value_and_grad(loss_fn), state.params, state.opt_state
   )
   where = sharding.shardings(grads, state.params, mesh)
   place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)

@@ -1,46 +1,35 @@
-"""The command that plans a model or a config."""
+"""The command `experiments.plan`."""
 
 import dataclasses
 import json
 import subprocess
 import sys
+import typing
 
 import pytest
 
 from experiments import plan as plan_command
 from experiments.benchmarks import gpu_check
 from experiments.planning import request as request_lib
-from experiments.planning import search
 from experiments.planning.request import Request
-
-GIB = 2**30
-
-
-def test_mesh_in_words():
-  assert plan_command.parse_mesh("fsdp:4,tensor:2") == {"fsdp": 4, "tensor": 2}
-  with pytest.raises(ValueError, match="mesh='fsdp=4' must be like"):
-    plan_command.parse_mesh("fsdp=4")
-  with pytest.raises(ValueError, match="fixes the number of devices"):
-    search.search_slice(Request("qwen2.5-7b", "v5e:2x2", mesh={"fsdp": 4}))
-
-
-def test_the_command_ends_without_a_traceback():
-  process = subprocess.run(
-      [
-          *(sys.executable, "-m", "experiments.plan"),
-          *("--model=qwen2.5-7", "--target=cpu:1"),
-      ],
-      capture_output=True,
-      text=True,
-      check=False,
-  )
-  assert process.returncode == 1 and "Traceback" not in process.stderr
-  assert process.stderr.startswith("error: model='qwen2.5-7' is neither")
+from experiments.reporting.units import GIB
 
 
 def run(*flags):
   command = [sys.executable, "-m", "experiments.plan", *flags]
   return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_mesh_in_words():
+  assert plan_command.parse_mesh("fsdp:4,tensor:2") == {"fsdp": 4, "tensor": 2}
+  with pytest.raises(ValueError, match="mesh='fsdp=4' must be like"):
+    plan_command.parse_mesh("fsdp=4")
+
+
+def test_the_command_ends_without_a_traceback():
+  process = run("--model=qwen2.5-7", "--target=cpu:1")
+  assert process.returncode == 1 and "Traceback" not in process.stderr
+  assert process.stderr.startswith("error: model='qwen2.5-7' is neither")
 
 
 def test_a_model_is_planned_into_a_file(tmp_path):
@@ -77,13 +66,27 @@ def test_a_config_is_planned_into_a_file(tmp_path):
   assert "\nfits" in process.stdout
 
 
-def test_a_config_fixes_the_sizes():
+@pytest.mark.parametrize(
+    "flag", ["--rank=8", "--mesh=fsdp:2", "--search=batch", "--dump=folder"]
+)
+def test_a_config_fixes_the_sizes(flag):
   process = run(
       "--config=experiments/configs/tiny.py",
-      *("--model=qwen2.5-7b", "--target=cpu:1", "--rank=8"),
+      *("--model=qwen2.5-7b", "--target=cpu:1", flag),
   )
   assert process.returncode == 1
-  assert process.stderr.startswith("error: --rank does not go with --config")
+  name = flag.partition("=")[0]
+  assert process.stderr.startswith(f"error: {name} does not go with --config")
+
+
+def test_flags_have_the_types_of_their_fields():
+  shown = run("--help").stdout.split("\n  --")
+  by_name = {text.partition(":")[0]: text for text in shown}
+  types = typing.get_type_hints(Request)
+  assert types.keys() <= by_name.keys()
+  for name, annotation in types.items():
+    is_int = annotation in (int, int | None)
+    assert ("(an integer)" in by_name[name]) == is_int, name
 
 
 def test_every_flag_of_a_request_has_a_help_text():

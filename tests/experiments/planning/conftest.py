@@ -1,4 +1,4 @@
-"""A small model without weights, and its plan."""
+"""Fixtures: a small model without weights, and its plan."""
 
 import json
 

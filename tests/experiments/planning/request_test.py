@@ -1,4 +1,4 @@
-"""Requests: their defaults, and the configs that they stand for."""
+"""Requests: their defaults, and their training configs."""
 
 import dataclasses
 
@@ -9,8 +9,6 @@ from experiments.models import architectures
 from experiments.parallel import sharding
 from experiments.planning import request as request_lib
 from experiments.planning.request import Request
-
-GIB = 2**30
 
 
 def test_defaults():

@@ -1,4 +1,4 @@
-"""Configs of large models: sound, and with the memory that was compiled."""
+"""Plans of runs; configs of large models and their documented memory."""
 
 import importlib
 import json
@@ -10,7 +10,7 @@ from experiments.benchmarks import gpu_check
 from experiments.configs import quickstart, tiny
 from experiments.models import architectures
 from experiments.parallel import sharding
-from experiments.planning import run_plan
+from experiments.planning import report, run_plan
 from experiments.runs import check_config
 from experiments.tasks import grammar
 from tests.helpers.paths import ROOT
@@ -71,9 +71,9 @@ def test_docstring_and_page_have_the_figures_of_the_files(name):
   assert ("Memory: not compiled yet." in docstring) == (not files)
   assert page.count(f"| {name} |") == len(files)
   for found in files:
-    line = run_plan.summary_line(found)
+    line = report.run_plan_line(found)
     assert found["model"] == MODELS[name] and found["fits"]
-    assert f"{run_plan.HEAD}\n" in docstring
+    assert f"{report.RUN_PLAN_HEAD}\n" in docstring
     assert line in docstring.splitlines(), line
     cells = " | ".join(f"{value:.2f}" for value in found["gib"].values())
     assert f"| {name} | {found['target']} | {cells} |" in page
@@ -83,9 +83,9 @@ def test_docstring_and_page_have_the_figures_of_the_files(name):
     ("mesh", "devices"),
     [
         ({"tensor": 2}, 2),
-        ({"tensor": 4}, 1),  # 2 key-value heads are whole on each.
+        ({"tensor": 4}, 1),  # Each device has both key-value heads.
         ({"data": 2, "fsdp": 4, "tensor": 2}, 16),
-        ({"fsdp": 3}, 1),  # 64 responses are no multiple.
+        ({"fsdp": 3}, 1),  # 3 does not divide 64 responses.
     ],
 )
 def test_what_a_cache_takes_of_a_device(mesh, devices):
@@ -97,20 +97,20 @@ def test_what_a_cache_takes_of_a_device(mesh, devices):
   config.evaluate.prompts = 64
   architecture = architectures.architecture("qwen2.5-1.5b")
   token = 2 * 28 * 2 * 128 * 4  # Keys and values in float32.
-  # The slots' 5 + 3 tokens, and those again of half of them, which is more
-  # than the 5 tokens of 4 prompts.
+  # 64 slots of 5 + 3 tokens, and the half that they move to, which is larger
+  # than the cache of 4 prompts of 5 tokens.
   find = lambda evaluation: run_plan.cache_bytes(
       architecture, config, _abstract(config), evaluation=evaluation
   )
   assert find(False) == 96 * 8 * token // devices
-  # 64 prompts are more than half of 64 slots.
+  # Here the cache of 64 prompts is larger than half of the slots.
   assert find(True) == (64 * 8 + 64 * 5) * token // devices
   config.rollout.cache_dtype = "int8"
   scales = 2 * 28 * 2 * 4
   small = token // 4 + scales
   assert find(False) == 96 * 8 * small // devices
   assert find(True) == (64 * 8 + 64 * 5) * small // devices
-  config.evaluate.prompts = 72  # As many as there are slots are read at once.
+  config.evaluate.prompts = 72  # Only as many as there are slots are read.
   assert find(True) == (64 * 8 + 64 * 5) * small // devices
 
 
@@ -122,12 +122,12 @@ def test_a_measured_config(tmp_path):
   found = run_plan.plan_config(config, str(tmp_path), "cpu:1")
   n = architectures.n_params(architectures.architecture(tmp_path))
   assert found["arguments"]["weights"] == 4 * n
-  # Weights and the cache, and little beside them.
+  # Little more than the weights, the optimizer's state and the cache.
   kept = sum(found["arguments"][kind] for kind in ("weights", "optimizer"))
   kept += found["rollout_cache_bytes"]
   assert 0 < found["sampling_bytes"] - kept < 2**20
   assert found["fits"] and found["peak_bytes"] > found["argument_bytes"]
-  head, line = run_plan.HEAD, run_plan.summary_line(found)
+  head, line = report.RUN_PLAN_HEAD, report.run_plan_line(found)
   assert len(head) == len(line) and line.split()[0] == "cpu:1"
 
 

@@ -1,4 +1,4 @@
-"""Searches: what they try, and what they find."""
+"""Searches: which plans they make, and which they return."""
 
 import dataclasses
 import math
@@ -7,8 +7,7 @@ import pytest
 
 from experiments.planning import search, targets
 from experiments.planning.request import Request
-
-GIB = 2**30
+from experiments.reporting.units import GIB
 
 
 @pytest.mark.parametrize("best", [0, 1, 2, 3, 7, 8, 33, 100])
@@ -25,7 +24,7 @@ def test_the_largest_is_found_by_few_tries(best):
 
 
 def fake_plans(monkeypatch, small_plan, peak):
-  """Replaces the compiler by a formula, to test the search around it."""
+  """Replaces the compiler with a formula for the peak."""
 
   def plan(request):
     n_bytes = peak(request)
@@ -56,6 +55,8 @@ def test_search_for_a_slice(monkeypatch, small_plan):
   size = lambda r: math.prod(targets.parse(r.target).shape)
   fake_plans(monkeypatch, small_plan, lambda r: 100 * GIB // size(r))
   tried = search.search_slice(Request("qwen2.5-32b", "v5e:1x1"))
-  # 61 GiB of weights alone have no room on one chip.
+  # The weights alone take 61 GiB, more than one chip has.
   assert [p.request.target for p in tried] == ["v5e:2x2", "v5e:2x4"]
   assert tried[-1].fits
+  with pytest.raises(ValueError, match="fixes the number of devices"):
+    search.search_slice(Request("qwen2.5-7b", "v5e:2x2", mesh={"fsdp": 4}))

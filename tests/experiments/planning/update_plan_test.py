@@ -1,4 +1,4 @@
-"""The planner: what it compiles, counts and refuses."""
+"""Plans of updates: what is compiled, counted and refused."""
 
 import dataclasses
 import importlib.util
@@ -10,8 +10,7 @@ from experiments.models import architectures
 from experiments.parallel import sharding
 from experiments.planning import report, update_plan
 from experiments.planning.request import Request
-
-GIB = 2**30
+from experiments.reporting.units import GIB
 
 needs_libtpu = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"),
@@ -23,16 +22,17 @@ def test_what_the_arguments_are(tiny, small_plan):
   n = architectures.n_params(architectures.architecture(tiny))
   assert small_plan.n_params == n
   assert small_plan.arguments["weights"] == 2 * n == small_plan.floor_bytes
-  # One row of 64 tokens, 56 of them generated, and the probe's: four integers
-  # of each token, four and a mask of those generated; of the row's also a mask,
-  # an integer and three numbers; and the sampler's gap.
+  # The row and the probe have 64 tokens, 56 of them generated: four integers
+  # per token, and four more and a mask per generated token. The row also has a
+  # mask, an integer and three numbers per generated token. One number more is
+  # the sampler's gap.
   rows = 64 * 4 * 4 + 56 * (4 * 4 + 1)
   tokens = 56 * (1 + 4 + 3 * 4)
   assert small_plan.arguments["batch"] == 2 * rows + tokens + 4
   outputs = {"q": 64, "k": 32, "v": 32, "o": 64, "gate": 160, "up": 160}
   d_out = 2 * (sum(outputs.values()) + 64)
   assert small_plan.gradient_bytes == 4 * 8 * d_out
-  # RowAdam keeps a number per output, and a few scalars.
+  # RowAdam keeps one number per output and a few scalars.
   assert 0 <= small_plan.arguments["optimizer"] - 4 * d_out < 200
 
 
@@ -40,10 +40,10 @@ def test_the_peak(small_plan):
   p = small_plan
   rest = p.argument_bytes + p.output_bytes - p.aliased_bytes
   assert p.peak_bytes == rest + p.temporary_bytes > p.floor_bytes
-  # What this loss does not read of the batch is no argument.
+  # Parts of the batch that this loss does not read are not arguments.
   unread = sum(p.arguments.values()) - p.argument_bytes
   assert -64 <= unread < p.arguments["batch"] / 2
-  # The state is donated: what is not aliased are the metrics.
+  # The state is donated, so only the metrics are not aliased.
   assert p.output_bytes - p.aliased_bytes < 1000
   assert p.fits and p.memory_bytes > GIB
 
