@@ -1,4 +1,4 @@
-"""Plans an update: what it needs on a target, as the target's compiler states.
+"""Plans an update: what it needs on a target, according to its compiler.
 
 The real update is compiled for devices that need not be at hand; nothing runs.
 The peak memory of a device is arguments + outputs - aliased + temporaries.

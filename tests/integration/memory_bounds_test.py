@@ -1,7 +1,6 @@
-"""The memory that the real update takes on a real target, bounded.
+"""Bounds on the memory of the real update, as a TPU's compiler states it.
 
-What a TPU's compiler says of the program that trains; see
-docs/results/memory for all rows.
+docs/results/memory has the figures of more models and targets.
 """
 
 import importlib.util
@@ -10,9 +9,9 @@ import pytest
 
 from experiments.planning import update_plan
 from experiments.planning.request import Request
+from experiments.reporting.units import GIB
 
-GIB = 2**30
-# Dense Adam in float32 on four v5p chips, as measured before there was LoGRA.
+# Peak of dense Adam in float32 on four v5p chips, before LoGRA was written.
 DENSE_1_5B, DENSE_7B = 7.25 * GIB, 32.69 * GIB
 
 pytestmark = pytest.mark.skipif(
