@@ -117,12 +117,18 @@ def _check_writable(file: pathlib.Path) -> None:
 def main(names: flags.FlagValues) -> None:
   # Compiling needs no accelerator of this machine.
   jax.config.update("jax_platforms", "cpu")
+  if names.config is not None:
+    _refuse_sizes(names)
+  elif names.search and names.dump:
+    raise ValueError(
+        "--dump does not go with --search, which compiles several programs;"
+        " search first, then give the sizes that it found and --dump"
+    )
   if names.out is not None:
     _check_writable(pathlib.Path(names.out))
   if names.config is None:
     content = plan_model(_request(names), names.search, names.dump)
   else:
-    _refuse_sizes(names)
     content = run_plan.plan_config(names.config, names.model, names.target)
     print(report.run_plan_table(content))
   if names.out is not None:

@@ -79,6 +79,14 @@ def test_a_config_fixes_the_sizes(flag):
   assert process.stderr.startswith(f"error: {name} does not go with --config")
 
 
+def test_a_search_dumps_nothing():
+  process = run(
+      *("--model=qwen2.5-7b", "--target=cpu:1", "--search=batch", "--dump=x")
+  )
+  assert process.returncode == 1
+  assert process.stderr.startswith("error: --dump does not go with --search")
+
+
 def test_flags_have_the_types_of_their_fields():
   shown = run("--help").stdout.split("\n  --")
   by_name = {text.partition(":")[0]: text for text in shown}
