@@ -42,9 +42,9 @@ def export(
   return update
 
 
-def main(names: flags.FlagValues) -> None:
-  update = export(names.workdir, names.out, names.dtype, names.best)
-  print(f"{names.out}: the model after {update} updates")
+def main(values: flags.FlagValues) -> None:
+  update = export(values.workdir, values.out, values.dtype, values.best)
+  print(f"{values.out}: the model after {update} updates")
 
 
 if __name__ == "__main__":

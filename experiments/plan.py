@@ -87,18 +87,18 @@ def plan_model(
   }
 
 
-def _request(names: flags.FlagValues) -> Request:
-  """Makes the request from the flags."""
-  values: dict[str, Any] = {name: names[name].value for name in _FIELDS}
-  if values["mesh"] is not None:
-    values["mesh"] = parse_mesh(values["mesh"])
-  return Request(model=names.model, target=names.target, **values)
+def _request(values: flags.FlagValues) -> Request:
+  """Makes the request that the flags describe."""
+  fields: dict[str, Any] = {name: values[name].value for name in _FIELDS}
+  if fields["mesh"] is not None:
+    fields["mesh"] = parse_mesh(fields["mesh"])
+  return Request(model=values.model, target=values.target, **fields)
 
 
-def _refuse_sizes(names: flags.FlagValues) -> None:
+def _refuse_sizes(values: flags.FlagValues) -> None:
   """Raises ValueError for a flag that does not go with --config."""
   for name in (*_FIELDS, "search", "dump"):
-    if names[name].present:
+    if values[name].present:
       raise ValueError(
           f"--{name} does not go with --config, which fixes the sizes; change"
           " the config instead (--config.FIELD=VALUE), or leave --config out"
@@ -114,27 +114,27 @@ def _check_writable(file: pathlib.Path) -> None:
     file.unlink()
 
 
-def main(names: flags.FlagValues) -> None:
+def main(values: flags.FlagValues) -> None:
   # Compiling needs no accelerator of this machine.
   jax.config.update("jax_platforms", "cpu")
-  if names.config is not None:
-    _refuse_sizes(names)
-  elif names.search and names.dump:
+  if values.config is not None:
+    _refuse_sizes(values)
+  elif values.search and values.dump:
     raise ValueError(
         "--dump does not go with --search, which compiles several programs;"
         " search first, then give the sizes that it found and --dump"
     )
-  if names.out is not None:
-    _check_writable(pathlib.Path(names.out))
-  if names.config is None:
-    content = plan_model(_request(names), names.search, names.dump)
+  if values.out is not None:
+    _check_writable(pathlib.Path(values.out))
+  if values.config is None:
+    content = plan_model(_request(values), values.search, values.dump)
   else:
-    content = run_plan.plan_config(names.config, names.model, names.target)
+    content = run_plan.plan_config(values.config, values.model, values.target)
     print(report.run_plan_table(content))
-  if names.out is not None:
+  if values.out is not None:
     content = {"command": provenance.command(), **content}
     text = json.dumps(content, indent=2) + "\n"
-    pathlib.Path(names.out).write_text(text, "utf-8")
+    pathlib.Path(values.out).write_text(text, "utf-8")
 
 
 def _define_flags() -> None:

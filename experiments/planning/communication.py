@@ -83,11 +83,11 @@ def traffic_page(rows: Sequence[Mapping[str, Any]]) -> str:
   return "\n".join(paragraphs)
 
 
-def main(names: flags.FlagValues) -> None:
-  out = pathlib.Path(names.out)
+def main(values: flags.FlagValues) -> None:
+  out = pathlib.Path(values.out)
   out.mkdir(parents=True, exist_ok=True)
   rows = []
-  for request in requests(names.model, names.target, names.rank):
+  for request in requests(values.model, values.target, values.rank):
     rows.append(traffic(update_plan.plan(request)))
     print(json.dumps(rows[-1]["collective_bytes"]), flush=True)
   text = json.dumps(rows, indent=2) + "\n"

@@ -238,13 +238,13 @@ def peak_figure(results: Sequence[Mapping[str, Any]]) -> Any:
   return figure
 
 
-def main(names: flags.FlagValues) -> None:
-  folder = pathlib.Path(names.out)
+def main(values: flags.FlagValues) -> None:
+  folder = pathlib.Path(values.out)
   folder.mkdir(parents=True, exist_ok=True)
   failures = []
   for row in SWEEP:
     done = (folder / f"{row.name}.json").is_file()
-    if done or not re.search(names.only, row.name):
+    if done or not re.search(values.only, row.name):
       continue
     print(row.name, flush=True)
     try:

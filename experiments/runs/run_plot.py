@@ -76,8 +76,8 @@ def _draw_kl(axes: Any, rows: list[dict[str, Any]]) -> None:
   axes.legend()
 
 
-def main(names: flags.FlagValues) -> None:
-  print(draw_run(names.workdir))
+def main(values: flags.FlagValues) -> None:
+  print(draw_run(values.workdir))
 
 
 if __name__ == "__main__":
