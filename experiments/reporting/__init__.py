@@ -1,5 +1,6 @@
 """Numbers for readers: intervals, tables, figures, provenance.
 
 Entry points: `intervals.interval`, `tables.markdown`, `figures.make_figure`
-and `provenance.record`. Imports nothing else of `experiments`.
+and `provenance.machine`. Imports only `_optional` from the rest of
+`experiments`.
 """

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy import stats
 
 _RESAMPLES = 10_000
@@ -23,19 +24,20 @@ class Interval(NamedTuple):
 def interval(
     values: Sequence[float] | np.ndarray, confidence: float = 0.95
 ) -> Interval:
-  """Mean of independent values with its percentile bootstrap interval.
+  """Computes the mean of independent values and its bootstrap interval.
 
-  The same values give the same interval: the resampling has a fixed seed.
+  This is a percentile bootstrap. Its seed is fixed, so the same values always
+  give the same interval.
 
   Args:
-    values: one per independent unit (a batch, a seed), at least one.
-    confidence: share of the resampled means within the interval.
+    values: One per independent unit (a batch, a seed), at least one.
+    confidence: Share of the resampled means that the interval covers.
 
   Returns:
-    The interval; of no width for a single value.
+    The mean with its interval, which has no width for a single value.
 
   Raises:
-    ValueError: no values, or one that is not finite.
+    ValueError: If there are no values, or one is not finite.
   """
   return macro_interval([values], confidence)
 
@@ -43,17 +45,20 @@ def interval(
 def macro_interval(
     groups: Sequence[Sequence[float] | np.ndarray], confidence: float = 0.95
 ) -> Interval:
-  """Mean of the groups' means, each group resampled by itself.
+  """Computes the mean of the groups' means and its bootstrap interval.
+
+  Every group has the same weight, and is resampled independently.
 
   Args:
-    groups: independent values of each group (a task), at least one in each.
-    confidence: share of the resampled means within the interval.
+    groups: The independent values of each group (a task), at least one in each.
+    confidence: Share of the resampled means that the interval covers.
 
   Returns:
-    The interval, as that of `interval`; every group has the same weight.
+    The mean with its interval, as `interval` returns it.
 
   Raises:
-    ValueError: no groups, one without values, or a value that is not finite.
+    ValueError: If there are no groups, a group has no values, or a value is not
+      finite.
   """
   arrays = tuple(_finite(values) for values in groups)
   if not arrays:
@@ -61,23 +66,23 @@ def macro_interval(
   mean = float(np.mean([values.mean() for values in arrays]))
   if all(np.ptp(values) == 0 for values in arrays):
     return Interval(mean, mean, mean)
-  found = stats.bootstrap(
-      # SciPy cannot resample a single value, which is itself in any resample.
+  bounds = stats.bootstrap(
+      # SciPy cannot resample a single value; repeating it changes no mean.
       tuple(np.repeat(v, 2) if v.size == 1 else v for v in arrays),
       lambda *parts, axis: np.mean([p.mean(axis=axis) for p in parts], axis=0),
       vectorized=True,
-      # Resamples that are in memory at once.
+      # Number of resamples in memory at once.
       batch=max(1, 10_000_000 // sum(v.size for v in arrays)),
       n_resamples=_RESAMPLES,
       confidence_level=confidence,
       method="percentile",
       rng=np.random.default_rng(0),
   ).confidence_interval
-  return Interval(mean, float(found.low), float(found.high))
+  return Interval(mean, float(bounds.low), float(bounds.high))
 
 
-def _finite(values):
-  """The values as float64 `[n]`, n at least 1."""
+def _finite(values: npt.ArrayLike) -> np.ndarray:
+  """Returns the values as float64 `[n]`, with n at least 1."""
   array = np.asarray(values, np.float64)
   if array.ndim != 1 or not array.size or not np.isfinite(array).all():
     raise ValueError(

@@ -13,15 +13,14 @@ import jax
 
 
 def command() -> str:
-  """The command line of this process, to be pasted into a shell."""
+  """Returns the command line of this process, quoted for a shell."""
   return shlex.join(["python", *sys.orig_argv[1:]])
 
 
 def versions(packages: Iterable[str] = ("jax", "jaxlib")) -> dict[str, str]:
-  """Versions of those of the packages that are installed, and of Python."""
+  """Returns the versions of Python and of the packages that are installed."""
   installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
-  found = {"python": platform.python_version()}
-  return found | {
+  return {"python": platform.python_version()} | {
       name: importlib.metadata.version(name)
       for name in packages
       if name in installed
@@ -29,7 +28,7 @@ def versions(packages: Iterable[str] = ("jax", "jaxlib")) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-  """The machine that figures were measured on, and how busy it was."""
+  """Describes this machine and its load, to be stored with measurements."""
   return {
       "cpu": _cpu_model(),
       "cpus": len(os.sched_getaffinity(0)),
@@ -42,7 +41,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-  """The processor's name, as the kernel or else the platform states it."""
+  """Returns the processor's name, from /proc/cpuinfo where there is one."""
   cpuinfo = pathlib.Path("/proc/cpuinfo")
   if cpuinfo.is_file():
     for line in cpuinfo.read_text("utf-8").splitlines():

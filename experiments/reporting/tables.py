@@ -1,4 +1,4 @@
-"""Markdown tables, and numbers as their entries."""
+"""Markdown tables, and how numbers are written in them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from experiments.reporting.intervals import Interval
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
-  """A Markdown table that ends with a newline.
+  """Makes a Markdown table that ends with a newline.
 
   Args:
-    head: names of the columns.
-    lines: rows of entries; each entry is formatted by `text`.
+    head: Names of the columns.
+    lines: Rows of entries, each of which is formatted by `text`.
   """
   rows = [list(head), ["---"] * len(head)]
   rows += [[text(entry) for entry in line] for line in lines]
@@ -20,9 +20,9 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
 
 
 def text(value: Interval | float | int | str | None) -> str:
-  """One entry: floats get three significant digits, and None becomes `-`.
+  """Formats an entry: floats get three significant digits, None becomes `-`.
 
-  An interval of no width, such as that of a single run, is written as its
+  An interval without width, such as that of a single run, is written as its
   mean.
   """
   if value is None:
@@ -33,7 +33,14 @@ def text(value: Interval | float | int | str | None) -> str:
 
 
 def signed(differences: Sequence[float]) -> str:
-  """Differences as an entry: `+0.012 [-0.003, +0.030]`, or `-` for none."""
+  """Formats the mean of differences with its interval and signs.
+
+  Args:
+    differences: One per independent unit, such as a seed.
+
+  Returns:
+    An entry like `+0.012 [-0.003, +0.030]`, or `-` if there are none.
+  """
   if not differences:
     return "-"
   return _interval(intervals.interval(differences), "+.3f")

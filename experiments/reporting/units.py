@@ -1,4 +1,4 @@
-"""Units that numbers are shown in."""
+"""Units of memory."""
 
 MIB = 2**20  # Bytes.
 GIB = 2**30  # Bytes.

@@ -1,4 +1,4 @@
-"""Bootstrap intervals against what is known of them."""
+"""Tests of bootstrap intervals against those of the normal law."""
 
 import numpy as np
 import pytest
