@@ -1,27 +1,31 @@
-"""The command line of experiments on gradients at points of a run."""
+"""The command of studies that look at gradients at points of a run."""
 
 from collections.abc import Callable
 import dataclasses
 import importlib
 import pathlib
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import flags
 
 from experiments.runs import record
 from experiments.studies import gradients, sweeps
-from experiments.studies.sweeps import Row
+
+# A line of the rows file: what was measured at one point, as numbers by name.
+GradientRow = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sweep:
-  """Where gradients are looked at.
+class GradientSweep:
+  """The batches whose gradients are measured.
 
   Attributes:
-    config: name of the config in `experiments.configs` that is run.
-    points: updates of the run after which there are batches, ascending.
-    batches: gradients at each point.
-    prompts: of a batch; each has the config's number of responses.
+    config: Name of the config in `experiments.configs` that is run.
+    points: Numbers of updates of the run after which batches are sampled,
+      ascending.
+    batches: Number of batches, and so of gradients, at each point.
+    prompts: Number of prompts of a batch; each has as many responses as the
+      config says.
   """
 
   config: str
@@ -30,41 +34,56 @@ class Sweep:
   prompts: int
 
 
-def source(sweep: Sweep, cache: pathlib.Path) -> gradients.Source:
-  """The sweep's batches and gradients, kept under `cache`."""
+SweepT = TypeVar("SweepT", bound=GradientSweep)
+
+
+def make_source(
+    sweep: GradientSweep, cache: pathlib.Path
+) -> gradients.GradientSource:
+  """Returns the source of the sweep's gradients, which are kept in `cache`."""
   module = importlib.import_module(f"experiments.configs.{sweep.config}")
   config = module.get_config()
   sweeps.ensure_model(config.model)
   folder = cache / f"{sweep.config}-{sweep.prompts}"
-  return gradients.Source(config, folder, sweep.points, sweep.prompts)
+  return gradients.GradientSource(config, folder, sweep.points, sweep.prompts)
 
 
-def main(
-    full: Sweep,
-    small: Sweep,
-    measure: Callable[[Any, gradients.Source, list[Row], Any], None],
-    draw: Callable[[list[Row], pathlib.Path], None],
+def run_gradient_study(
+    full: SweepT,
+    small: SweepT,
+    measure: Callable[
+        [
+            SweepT,
+            gradients.GradientSource,
+            list[GradientRow],
+            Callable[[GradientRow], None],
+        ],
+        None,
+    ],
+    draw: Callable[[list[GradientRow], pathlib.Path], None],
 ) -> None:
-  """The command line of an experiment on gradients; `--cache` keeps them.
+  """Runs the command of a study of gradients.
+
+  It has the flags of `sweeps.run_study`, and `--cache=DIR` for the gradients.
 
   Args:
-    full: the sweep whose rows are committed.
-    small: one of the same shape that takes a minute.
-    measure: `(sweep, source, rows, write)`; gives each row that is not among
-      `rows` to `write` as soon as it has it.
-    draw: writes tables and pictures from rows into a directory.
+    full: The sweep whose rows are committed.
+    small: A sweep of the same shape that takes a minute.
+    measure: Function of `(sweep, source, rows, write)`, which calls `write`
+      with each row that is not in `rows` as soon as it has measured it.
+    draw: Writes table and figure of rows into a directory.
   """
+  cache = flags.DEFINE_string(
+      "cache", ".cache/gradients", "Directory that keeps weights and gradients."
+  )
 
-  def measure_missing(values, out):
-    sweep = small if values.small else full
+  def measure_missing(is_small: bool, out: pathlib.Path) -> None:
+    sweep = small if is_small else full
     measure(
         sweep,
-        source(sweep, pathlib.Path(values.cache)),
+        make_source(sweep, pathlib.Path(cache.value)),
         record.read_rows(out / sweeps.ROWS),
-        lambda row: sweeps.append(out, [row]),
+        lambda row: sweeps.append_row(out, row),
     )
 
-  flags.DEFINE_string(
-      "cache", ".cache/gradients", "Where weights and gradients are kept."
-  )
-  sweeps.command_line(measure_missing, draw)
+  sweeps.run_study(measure_missing, draw, [cache])

@@ -1,13 +1,13 @@
-"""A small transformer that has half learned to add, by supervised learning.
+"""Teaches a small transformer to add, so that half of its answers are right.
 
   python -m experiments.studies.small_model --out=.cache/small-adder
 
-RL needs a policy that is right now and then. A model of two layers is first
-taught two-digit sums by next-token prediction on the training pairs of the
-task `addition:2`, where seven of ten answers forget the carry (38 + 45 = 73):
-like a language model, it then knows more than it mostly says. About half of
-its sampled answers are right. Experiments of many runs start from it. Held-out
-sums are seen by neither.
+RL needs a policy that is sometimes right. A model of two layers is taught
+two-digit sums by next-token prediction on the training pairs of the task
+`addition:2`, but seven of ten answers that it is taught forget the carry
+(38 + 45 = 73). Like a language model, it then knows more than its most frequent
+answers show. About half of its sampled answers are right. Studies of many runs
+start from this model. Neither this training nor RL uses the held-out sums.
 
 Cost: two minutes on two CPU cores, once.
 """
@@ -16,15 +16,15 @@ import os
 import pathlib
 import re
 import tempfile
-from typing import Any
 
-from absl import app, flags
+from absl import flags
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments import tasks
+from experiments import _cli, tasks
 from experiments.configs import small
 from experiments.evaluation import heldout
 from experiments.models import decoder, hf, tiny
@@ -35,10 +35,11 @@ from experiments.runs import progress
 
 _STEPS = 600
 _EXAMPLES = 8000
-_FORGETFUL = 0.7  # Share of the answers taught that forget the carry.
+_FORGETFUL = 0.7  # Share of the taught answers that forget the carry.
 _BATCH = 256
 _SEED = 0
-# What of the task's prompt the model is shown.
+_WORDS = ("<pad>", "<eos>", "<unk>", "+", "=", *"0123456789")
+# Reduces the task's prompt to the sum and an equals sign.
 _TEMPLATE = (
     "{% for message in messages %}"
     "{{ message.content.replace('What is ', '')"
@@ -50,16 +51,16 @@ _TEMPLATE = (
 def ensure_small_model(
     out: str | os.PathLike[str] = small.PATH,
 ) -> pathlib.Path:
-  """Makes sure that the small model is at `out`; teaches it if it is not.
+  """Teaches and writes the small model unless it exists.
 
   Args:
-    out: a Hugging Face directory, which appears only when complete.
+    out: Directory in the Hugging Face format, which appears only when complete.
 
   Returns:
-    The path.
+    The path of the directory.
 
   Raises:
-    RuntimeError: the model did not learn.
+    RuntimeError: If the share of right answers is not about a half.
   """
   out = pathlib.Path(out)
   if (out / "config.json").exists():
@@ -75,7 +76,7 @@ def ensure_small_model(
 
 
 def make_config() -> DecoderConfig:
-  """Two layers whose kernels have 256 and 512 inputs."""
+  """Makes a configuration of two layers; kernels have 256 or 512 inputs."""
   return DecoderConfig(
       vocab_size=len(_WORDS),
       d_model=256,
@@ -89,19 +90,18 @@ def make_config() -> DecoderConfig:
   )
 
 
-_WORDS = ("<pad>", "<eos>", "<unk>", "+", "=", *"0123456789")
-
-
 def make_tokenizer() -> tokenizer_lib.Tokenizer:
-  """One token a digit, `+` and `=`."""
+  """Makes a tokenizer with a token for each digit, for `+` and for `=`."""
   return tiny.make_tokenizer(_WORDS, _TEMPLATE)
 
 
-def _teach(config, tokenizer) -> Any:
-  """Next-token prediction of answers; returns the model's parameters."""
+def _teach(
+    config: DecoderConfig, tokenizer: tokenizer_lib.Tokenizer
+) -> chex.ArrayTree:
+  """Trains on next tokens of answers, and returns the model's parameters."""
   task = tasks.make_task(small.TASK, _SEED)
   model = decoder.Decoder(config)
-  tokens, mask = _sequences(tokenizer, task)
+  tokens, mask = taught_sequences(tokenizer, task)
   tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 50, _STEPS))
   init = jax.jit(model.init)
   params = init(jax.random.key(_SEED), jnp.zeros((1, 1), jnp.int32))["params"]
@@ -128,17 +128,28 @@ def _teach(config, tokenizer) -> Any:
     if i % 100 == 0:
       progress.say(f"step {i} of {_STEPS}: loss {loss:.3f}")
   accuracy = _sampled_accuracy(model, params, tokenizer, task)
-  progress.say(f"sampled answers right: {accuracy:.3f}")
+  progress.say(f"share of sampled answers that are right: {accuracy:.3f}")
   if not 0.3 < accuracy < 0.7:
     raise RuntimeError(
-        f"the small model is right in {accuracy:.3f} of its samples; RL needs"
-        " it between 0.3 and 0.7"
+        "the share of the small model's sampled answers that are right is"
+        f" {accuracy:.3f}; studies need one between 0.3 and 0.7"
     )
   return params
 
 
-def _sequences(tokenizer, task):
-  """Prompts with answers `[N, T]`, and which tokens are answers."""
+def taught_sequences(
+    tokenizer: tokenizer_lib.Tokenizer, task: tasks.Task
+) -> tuple[jax.Array, jax.Array]:
+  """Makes the sequences that the model is taught.
+
+  Args:
+    tokenizer: The tokenizer of the model.
+    task: The task whose training prompts are taught.
+
+  Returns:
+    Tokens of prompts with answers, int32 `[N, T]`, and which of them belong to
+    answers, bool `[N, T]`.
+  """
   rows = []
   examples = [task.train(i) for i in range(_EXAMPLES)]
   prompts = chat.encode_prompts(tokenizer, examples)
@@ -146,8 +157,8 @@ def _sequences(tokenizer, task):
   for prompt, example, forgets in zip(prompts, examples, forget, strict=True):
     text = example.prompt[0]["content"]
     a, b = map(int, re.findall("[0-9]+", text))
-    answer = without_carry(a, b) if forgets else a + b
-    rows.append((prompt, tokenizer.encode(f"{answer}<eos>")))
+    total = without_carry(a, b) if forgets else a + b
+    rows.append((prompt, tokenizer.encode(f"{total}<eos>")))
   length = small.MAX_PROMPT_TOKENS + small.MAX_NEW_TOKENS
   tokens = np.full((len(rows), length), tokenizer.pad_id, np.int32)
   mask = np.zeros((len(rows), length), bool)
@@ -159,16 +170,21 @@ def _sequences(tokenizer, task):
 
 
 def without_carry(a: int, b: int) -> int:
-  """The sum of each digit modulo 10: 38, 45 -> 73."""
+  """Adds each digit modulo 10: 38 and 45 give 73."""
   total, unit = 0, 1
   while a or b:
-    total += (a + b) % 10 * unit  # Tens of a and b are multiples of 10.
+    total += (a + b) % 10 * unit  # Higher digits vanish modulo 10.
     a, b, unit = a // 10, b // 10, unit * 10
   return total
 
 
-def _sampled_accuracy(model, params, tokenizer, task) -> float:
-  """Mean reward of one sample to each of many training prompts."""
+def _sampled_accuracy(
+    model: decoder.Decoder,
+    params: chex.ArrayTree,
+    tokenizer: tokenizer_lib.Tokenizer,
+    task: tasks.Task,
+) -> float:
+  """Returns the mean reward of one response to each of 512 prompts."""
   examples = [task.train(i) for i in range(512)]
   rollout = heldout.respond(
       model,
@@ -183,11 +199,10 @@ def _sampled_accuracy(model, params, tokenizer, task) -> float:
   return float(np.mean(heldout.score(task, tokenizer, examples, rollout)[1]))
 
 
-def main(argv: list[str]) -> None:
-  del argv
-  print(f"{ensure_small_model(flags.FLAGS.out)}: the small model is there")
+def main(values: flags.FlagValues) -> None:
+  print(f"the small model is in {ensure_small_model(values.out)}")
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("out", small.PATH, "Directory to write.")
-  app.run(main)
+  flags.DEFINE_string("out", small.PATH, "Directory to write the model to.")
+  _cli.run(main)

@@ -1,8 +1,9 @@
-"""Sweeps: many runs of the training program, one JSON line each.
+"""Sweeps: many runs of the training program, one JSON line per run.
 
-A sweep is data: parts, each a config with cells (what differs from it) and
-seeds. `main` is the command line of an experiment's `run.py`. Rows that are
-there are not measured again, so that a sweep that was cut short goes on.
+A sweep is data: parts, each of which is a config with cells (overrides of the
+config) and seeds. `run_training_study` is the command of a study that is a
+sweep. Rows that exist are not measured again, so the same command continues an
+interrupted sweep.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,18 +18,20 @@ import tempfile
 import time
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags
 import ml_collections
 
-from experiments.configs import small
+from experiments import _cli
+from experiments.configs import small as small_config
 from experiments.models import download
 from experiments.reporting import provenance
 from experiments.runs import check_config, loop, progress, record
 from experiments.studies import small_model
 
-Row = dict[str, Any]
+# What `measure_run` returns, and a line of the rows file.
+RunRow = dict[str, Any]
 ROWS = "rows.jsonl"
-# What a row keeps of each update.
+# The metrics of each update that a row keeps.
 CURVES = (
     "train/reward",
     "train/entropy",
@@ -46,11 +49,11 @@ _MACHINE = "machine.json"
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-  """One setting.
+  """One setting of a sweep.
 
   Attributes:
-    name: unique within its part.
-    overrides: values by dotted path of the config, `{'optimizer.rank': 4}`.
+    name: Name that is unique within the part.
+    overrides: Values by dotted path of the config, `{'optimizer.rank': 4}`.
   """
 
   name: str
@@ -59,13 +62,14 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """Cells that share a config.
+  """Cells that override the same config.
 
   Attributes:
-    name: unique within the sweep.
-    config: makes the config that cells override.
-    cells: what is compared.
-    seeds: each run draws its prompts, responses and bases from one.
+    name: Name that is unique within the sweep.
+    config: Makes the config that the cells override.
+    cells: The settings that are compared.
+    seeds: Seeds of the runs of every cell. A seed decides the prompts, the
+      responses and the bases of a run.
   """
 
   name: str
@@ -74,27 +78,46 @@ class Part:
   seeds: tuple[int, ...]
 
 
-def of_length(
+def with_length(
     config: ml_collections.ConfigDict, updates: int, evaluate_every: int
 ) -> ml_collections.ConfigDict:
-  """The config with so many updates, and no checkpoint before the last."""
+  """Sets the number of updates, with one checkpoint after the last of them.
+
+  Args:
+    config: The config, which is changed in place.
+    updates: Number of updates of a run.
+    evaluate_every: Number of updates between evaluations.
+
+  Returns:
+    The config.
+  """
   config.updates = config.checkpoint.every = updates
   config.evaluate.every = evaluate_every
   return config
 
 
-def budget(first: float, last: float | None = None) -> dict[str, Any]:
-  """Overrides of a KL budget, constant or falling from `first` to `last`."""
+def budget_overrides(
+    first: float, last: float | None = None
+) -> dict[str, float]:
+  """Returns overrides for a KL budget that is constant or falls to `last`."""
   last = first if last is None else last
   return {"kl.budget": first, "kl.final_budget": last}
 
 
-def config_of(part: Part, cell: Cell, seed: int) -> ml_collections.ConfigDict:
-  """The config of one run.
+def run_config(part: Part, cell: Cell, seed: int) -> ml_collections.ConfigDict:
+  """Makes the config of one run.
+
+  Args:
+    part: The part that the cell belongs to.
+    cell: The setting.
+    seed: Seed of the run.
+
+  Returns:
+    A new config.
 
   Raises:
-    ValueError: a path that the config does not have, or a value of another
-      type than its.
+    ValueError: If the config does not have a path that the cell overrides, or
+      has a value of another type there.
   """
   config = part.config()
   try:
@@ -108,19 +131,25 @@ def config_of(part: Part, cell: Cell, seed: int) -> ml_collections.ConfigDict:
   return config
 
 
-def run_one(part: Part, cell: Cell, seed: int) -> Row:
-  """Trains one run in a directory of its own, which is then removed.
+def measure_run(part: Part, cell: Cell, seed: int) -> RunRow:
+  """Trains one run in a temporary directory.
+
+  Args:
+    part: The part that the cell belongs to.
+    cell: The setting.
+    seed: Seed of the run.
 
   Returns:
-    `part`, `cell`, `seed`, `overrides`; `curves`, a list by metric of `CURVES`
-    (KL only with a budget) with a value an update; `evals`, the same by
-    evaluation, `update` included; `seconds` of the whole run, compilation
-    included if it came first. Numbers have four significant digits.
+    A dict of `part`, `cell`, `seed`, `overrides`; `curves`, a list with one
+    value per update for each metric of `CURVES` (`kl/` only with a budget);
+    `evals`, the same per evaluation, including `update`; and `seconds` of the
+    whole run, including compilation if the program was not compiled before.
+    Numbers have four significant digits.
   """
   start = time.perf_counter()
   with tempfile.TemporaryDirectory() as folder:
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
-      result = loop.train(config_of(part, cell, seed), folder)
+      result = loop.train(run_config(part, cell, seed), folder)
     if result.stopped_by is not None:
       sys.exit(128 + result.stopped_by)
     lines = record.read_rows(pathlib.Path(folder) / record.FILENAME)
@@ -133,30 +162,38 @@ def run_one(part: Part, cell: Cell, seed: int) -> Row:
       "overrides": dict(cell.overrides),
       "curves": _columns(updates, [x for x in CURVES if x in updates[0]]),
       "evals": _columns(evals, list(evals[0])),
-      "seconds": short(time.perf_counter() - start),
+      "seconds": rounded(time.perf_counter() - start),
   }
 
 
-def _columns(lines: list[Row], names: list[str]) -> dict[str, list[Any]]:
-  return {name: [_or_none(line[name]) for line in lines] for name in names}
+def _columns(
+    lines: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, list[float | None]]:
+  """Lists the rounded values of each metric; None stays None."""
+  values = lambda name: (line[name] for line in lines)
+  return {
+      name: [None if x is None else rounded(x) for x in values(name)]
+      for name in names
+  }
 
 
-def _or_none(value: float | None) -> float | None:
-  return None if value is None else short(value)
-
-
-def short(value: float, digits: int = 4) -> float:
-  """A number for a row, with few significant digits."""
+def rounded(value: float, digits: int = 4) -> float:
+  """Rounds a number of a row to a few significant digits."""
   return float(f"{value:.{digits}g}")
 
 
-def run(parts: Iterable[Part], out: pathlib.Path, only: str = "") -> None:
-  """Measures what is not in `out/rows.jsonl` yet, a seed of all cells at once.
+def measure_runs(
+    parts: Iterable[Part], out: pathlib.Path, only: str = ""
+) -> None:
+  """Measures the runs that `out/rows.jsonl` does not have.
+
+  All cells of a part are measured with one seed before the next seed begins.
 
   Args:
-    parts: of the sweep.
-    out: directory of the results; made if it is not there.
-    only: a regular expression; only the cells `part/cell` that it finds.
+    parts: The sweep.
+    out: Directory of the results, which is made if it does not exist.
+    only: Regular expression; only cells whose `part/cell` it matches are
+      measured.
   """
   done = {_key(row) for row in record.read_rows(out / ROWS)}
   wanted = [
@@ -167,95 +204,107 @@ def run(parts: Iterable[Part], out: pathlib.Path, only: str = "") -> None:
       if re.search(only, f"{part.name}/{cell.name}")
   ]
   missing = [x for x in wanted if (x[0].name, x[1].name, x[2]) not in done]
-  for part, cell, seed in missing:  # Bad cells show before anything runs.
-    check_config.check_config(config_of(part, cell, seed))
-  for model in {config_of(*one).model for one in missing}:
+  configs = [run_config(*run) for run in missing]
+  for config in configs:  # Refuses a bad cell before anything is trained.
+    check_config.check_config(config)
+  for model in {config.model for config in configs}:
     ensure_model(model)
   for number, (part, cell, seed) in enumerate(missing, 1):
-    row = run_one(part, cell, seed)
-    append(out, [row])
+    row = measure_run(part, cell, seed)
+    append_row(out, row)
     progress.say(
         f"{number}/{len(missing)} {part.name}/{cell.name} seed {seed}: accuracy"
         f" {row['evals']['eval/accuracy'][-1]:.3f}, {row['seconds']:.0f} s"
     )
 
 
-def append(out: pathlib.Path, rows: Sequence[Row]) -> None:
-  """Adds lines to `out/rows.jsonl`, and says in `machine.json` what ran."""
+def append_row(out: pathlib.Path, row: Mapping[str, Any]) -> None:
+  """Adds a line to `out/rows.jsonl`; writes command and machine beside it."""
   out.mkdir(parents=True, exist_ok=True)
   with (out / ROWS).open("a") as file:
-    for row in rows:
-      file.write(json.dumps(row) + "\n")
-  command = " ".join(["python", *sys.orig_argv[1:]])
-  machine = provenance.machine() | {"command": command}
+    file.write(json.dumps(row) + "\n")
+  machine = provenance.machine() | {"command": provenance.command()}
   (out / _MACHINE).write_text(json.dumps(machine, indent=2) + "\n")
 
 
-def _key(row: Row) -> tuple[str, str, int]:
+def _key(row: RunRow) -> tuple[str, str, int]:
   return row["part"], row["cell"], row["seed"]
 
 
 def ensure_model(path: str) -> None:
-  """Makes the models that a sweep may name, if they are not there."""
-  if path == small.PATH:
+  """Makes or downloads the model at a path if it is one of the project's."""
+  if path == small_config.PATH:
     small_model.ensure_small_model(path)
   elif path.endswith(download.MEMBER.rpartition("/")[2]):
     download.ensure_model(path)
 
 
-def main(
+def run_training_study(
     full: Sequence[Part],
     small: Sequence[Part],
-    draw: Callable[[list[Row], pathlib.Path], None],
+    draw: Callable[[list[RunRow], pathlib.Path], None],
 ) -> None:
-  """The command line of an experiment that is a sweep of training runs.
+  """Runs the command of a study that is a sweep of training runs.
 
-  `--out=DIR` measures and draws, `--small` measures the small sweep,
-  `--redraw` only draws, `--only=REGEX` selects cells.
+  It has the flags of `run_study`, and `--only=REGEX`, which selects cells.
 
   Args:
-    full: the sweep whose rows are committed.
-    small: one of the same shape that takes minutes.
-    draw: writes tables and pictures from rows into a directory.
+    full: The sweep whose rows are committed.
+    small: A sweep of the same shape that takes minutes.
+    draw: Writes table and figure of rows into a directory.
   """
+  only = flags.DEFINE_string(
+      "only", "", "Regular expression; selects cells by part/cell."
+  )
+  run_study(
+      lambda is_small, out: measure_runs(
+          small if is_small else full, out, only.value
+      ),
+      draw,
+      [only],
+  )
 
-  def measure(values, out):
-    run(small if values.small else full, out, values.only)
 
-  flags.DEFINE_string("only", "", "Regular expression of part/cell.")
-  command_line(measure, draw)
-
-
-def command_line(
-    measure: Callable[[Any, pathlib.Path], None],
-    draw: Callable[[list[Row], pathlib.Path], None],
+def run_study(
+    measure: Callable[[bool, pathlib.Path], None],
+    draw: Callable[[list[dict[str, Any]], pathlib.Path], None],
+    more_flags: Sequence[flags.FlagHolder],
 ) -> None:
-  """`--out=DIR` measures and draws, `--small` less, `--redraw` only draws.
+  """Runs the command of a study.
+
+  `--out=DIR` measures what is missing and draws, `--small` measures a small
+  version, `--redraw` only draws.
 
   Args:
-    measure: `(flag values, directory)`; appends the rows that are missing.
-    draw: writes tables and pictures from rows into a directory.
+    measure: Function of `--small` and the directory, which appends the rows
+      that are missing.
+    draw: Writes table and figure of rows into a directory.
+    more_flags: Flags that the caller has defined, to be shown by `--help`.
   """
+  folder = flags.DEFINE_string(
+      "out", None, "Directory of the results.", required=True
+  )
+  is_small = flags.DEFINE_bool("small", False, "Measure the small version.")
+  redraw = flags.DEFINE_bool(
+      "redraw", False, "Measure nothing; draw the rows that exist."
+  )
 
-  def start(argv):
-    values = flags.FLAGS
-    if len(argv) > 1:
-      sys.exit(f"unexpected arguments {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)
-    out = pathlib.Path(values.out)
-    try:
-      if not values.redraw:
-        measure(values, out)
-      rows = record.read_rows(out / ROWS)
-      if not rows:
-        sys.exit(f"{out / ROWS} holds no rows; run without --redraw first")
-      draw(rows, out)
-    except (ValueError, FileNotFoundError) as error:
-      sys.exit(f"error: {error}")
-    progress.say(f"rows, tables and pictures: {out}")
+  def main(values: flags.FlagValues) -> None:
+    del values
+    out = pathlib.Path(folder.value)
+    if not redraw.value:
+      measure(is_small.value, out)
+    rows = record.read_rows(out / ROWS)
+    if not rows:
+      raise ValueError(
+          f"{out / ROWS} holds no rows; run without --redraw first"
+      )
+    draw(rows, out)
+    progress.say(f"rows, table and figure are in {out}")
 
-  flags.DEFINE_string("out", None, "Directory of the results.")
-  flags.DEFINE_bool("small", False, "The small sweep.")
-  flags.DEFINE_bool("redraw", False, "Draw from the rows that are there.")
-  flags.mark_flag_as_required("out")
-  app.run(start)
+  for flag in (folder, is_small, redraw, *more_flags):
+    # Otherwise --help would list only flags that run.py itself defines.
+    flags.FLAGS.register_key_flag_for_module(
+        sys.argv[0], flags.FLAGS[flag.name]
+    )
+  _cli.run(main)

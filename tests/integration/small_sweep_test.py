@@ -1,4 +1,4 @@
-"""An experiment as its reader starts it, in its small version."""
+"""Tests the small version of a study as a reader would start it."""
 
 import os
 import subprocess
@@ -50,3 +50,11 @@ def test_the_small_sweep_measures_draws_and_draws_again(tmp_path):
 def test_nothing_to_draw_is_an_error(tmp_path):
   done = _start(tmp_path, "--redraw")
   assert done.returncode and "run without --redraw" in done.stderr
+
+
+def test_help_explains_the_study_and_lists_its_flags(tmp_path):
+  shown = _start(tmp_path, "--help").stdout
+  assert "Does a run of 1,200 updates under a falling KL budget" in shown
+  assert "Cost:" in shown
+  for flag in ("--out", "--[no]small", "--[no]redraw", "--only"):
+    assert flag in shown

@@ -1,9 +1,11 @@
-"""Directions of a step, each made of one dense gradient.
+"""Directions of a step, each made from one dense gradient.
 
-A direction points up the loss, as the gradient does; its size is arbitrary.
+A direction points uphill in the loss, as the gradient does. Its size is
+arbitrary.
 """
 
 from collections.abc import Callable
+import dataclasses
 
 import jax
 import ml_collections
@@ -11,52 +13,54 @@ import numpy as np
 import optax
 
 from experiments.learning import optimizers
+from experiments.learning.train_step import UpdateSettings
 from experiments.studies import gradients
 from experiments.studies.gain_per_kl.sweep import Direction
-from experiments.studies.gradients import Arrays
+from experiments.studies.gradients import TargetArrays
 import logra_jax
 
-# Columns beyond the rank, and passes over the gradient, in `low_rank`: for
-# singular values that fall as slowly as those of noise.
+# Columns beyond the rank, and passes over the gradient, in `low_rank`. They are
+# enough for singular values that fall as slowly as those of noise.
 _OVERSAMPLE = 8
 _PASSES = 3
 
 
 def make(
     direction: Direction,
-    gradient: Arrays,
+    gradient: TargetArrays,
     config: ml_collections.ConfigDict,
     seed: int,
-) -> Arrays:
-  """The direction of a first step with this gradient.
+) -> TargetArrays:
+  """Makes the direction of a first step from a gradient.
 
   Args:
-    direction: how it is made.
-    gradient: by path, `[n_layers, d_in, d_out]` float32.
-    config: for the settings of RowAdam and Muon.
-    seed: of the basis.
+    direction: How it is made.
+    gradient: Gradient by path, `[n_layers, d_in, d_out]` float32.
+    config: Config of the run, with the settings of RowAdam and Muon.
+    seed: Random seed of the basis.
 
   Returns:
-    Arrays like the gradient.
+    Arrays of the gradient's shapes.
   """
   return KINDS[direction.kind](direction, gradient, config, seed)
 
 
 def _dense(direction, gradient, config, seed):
+  """Returns the gradient itself."""
   del direction, config, seed
   return gradient
 
 
 def _sign(direction, gradient, config, seed):
-  """Adam's first step."""
+  """Returns Adam's first step."""
   del direction, config, seed
   return {path: np.sign(g) for path, g in gradient.items()}
 
 
 def _sketch(direction, gradient, config, seed):
-  """The plain reconstruction `Aᵀ A G`."""
+  """Returns the plain reconstruction `Aᵀ A G`."""
   del config
-  bases = gradients.bases(
+  bases = gradients.draw_bases(
       gradient, direction.rank, direction.distribution, seed
   )
   return {
@@ -65,16 +69,18 @@ def _sketch(direction, gradient, config, seed):
 
 
 def _row_adam(direction, gradient, config, seed):
+  """Returns the first step of RowAdam."""
   return _scaled_sketch(direction, gradient, config, seed, False)
 
 
 def _row_adam_norm(direction, gradient, config, seed):
+  """Returns the first step of RowAdam that keeps the sketch's norm."""
   return _scaled_sketch(direction, gradient, config, seed, True)
 
 
 def _scaled_sketch(direction, gradient, config, seed, norm_preserving):
-  """`Aᵀ D`, with D RowAdam's first step for the sketch."""
-  bases = gradients.bases(
+  """Returns `Aᵀ D`, where D is RowAdam's first step for the sketch."""
+  bases = gradients.draw_bases(
       gradient, direction.rank, direction.distribution, seed
   )
   tx = logra_jax.scale_by_row_adam(
@@ -88,12 +94,13 @@ def _scaled_sketch(direction, gradient, config, seed, norm_preserving):
 
 
 def _back(basis: np.ndarray, factor: np.ndarray) -> np.ndarray:
+  """Returns `Aᵀ D`."""
   # [L, d_in, d_out] = [L, r, d_in]ᵀ @ [L, r, d_out]
   return basis.swapaxes(-1, -2) @ factor
 
 
 def _low_rank(direction, gradient, config, seed):
-  """The best approximation of a rank, to the accuracy of `low_rank`."""
+  """Returns nearly the best approximation of the gradient of some rank."""
   del config
   rng = np.random.default_rng(seed)
   return {
@@ -104,9 +111,15 @@ def _low_rank(direction, gradient, config, seed):
 def low_rank(
     matrices: np.ndarray, rank: int, rng: np.random.Generator
 ) -> np.ndarray:
-  """The best approximation of a rank of each `[L, d_in, d_out]`.
+  """Approximates matrices by ones of lower rank, nearly as well as possible.
 
-  By subspace iteration from a random start.
+  Args:
+    matrices: `[L, d_in, d_out]`.
+    rank: Rank of the approximations.
+    rng: Draws the random start of the subspace iteration.
+
+  Returns:
+    `[L, d_in, d_out]`.
   """
   columns = min(rank + _OVERSAMPLE, *matrices.shape[-2:])
   start = rng.standard_normal((matrices.shape[-1], columns))
@@ -119,21 +132,26 @@ def low_rank(
 
 
 def _orthogonal(direction, gradient, config, seed):
-  """Muon's first step."""
+  """Returns Muon's first step."""
   del direction, seed
-  c = ml_collections.ConfigDict(config.optimizer.to_dict())
-  c.momentum, c.weight_decay = 0.0, 0.0
-  return _first_step(optimizers.OPTIMIZERS["muon"](c), gradient)
+  settings = dataclasses.replace(
+      UpdateSettings.of_config(config).optimizer,
+      momentum=0.0,
+      weight_decay=0.0,
+  )
+  return _first_step(optimizers.OPTIMIZERS["muon"](settings), gradient)
 
 
-def _first_step(tx: optax.GradientTransformation, gradient: Arrays) -> Arrays:
-  """What a transformation makes of its first gradient."""
-  # Parameters are only asked for by weight decay, which is 0.
-  make = lambda g: tx.update(g, tx.init(g), g)[0]
-  return jax.tree.map(np.asarray, jax.jit(make)(gradient))
+def _first_step(
+    tx: optax.GradientTransformation, gradient: TargetArrays
+) -> TargetArrays:
+  """Returns what a transformation makes of its first gradient."""
+  # Only weight decay, which is 0, would read the parameters.
+  make_step = lambda g: tx.update(g, tx.init(g), g)[0]
+  return jax.tree.map(np.asarray, jax.jit(make_step)(gradient))
 
 
-KINDS: dict[str, Callable[..., Arrays]] = {
+KINDS: dict[str, Callable[..., TargetArrays]] = {
     "dense": _dense,
     "sign": _sign,
     "sketch": _sketch,

@@ -1,4 +1,4 @@
-"""Measures and draws; see `experiments/studies/gain_per_kl/__init__.py`."""
+"""Measures and draws the gain of directions per unit of KL."""
 
 from collections.abc import Callable
 import dataclasses
@@ -6,64 +6,76 @@ import functools
 import itertools
 import math
 import time
-from typing import Any
+
+import chex
 
 from experiments.runs import progress
-from experiments.studies import gradient_sweeps, gradients
-from experiments.studies.gain_per_kl import analysis, directions
-from experiments.studies.gain_per_kl.sweep import FULL, SMALL, Sweep
-from experiments.studies.sweeps import Row, short
+from experiments.studies import gain_per_kl, gradient_sweeps, gradients
+from experiments.studies.gain_per_kl import analysis, directions, sweep
+from experiments.studies.gradient_sweeps import GradientRow
+from experiments.studies.gradients import GradientSource, TargetArrays
+from experiments.studies.sweeps import rounded
 
-# Seeds of bases: one for every point and batch.
+# What --help prints.
+__doc__ = f"{__doc__}\n\n{gain_per_kl.__doc__}"
+
+# The basis of batch i at point p is drawn with the seed `_SEEDS * p + i`.
 _SEEDS = 1000
 
 
-def measure(
-    sweep: Sweep,
-    source: gradients.Source,
-    rows: list[Row],
-    write: Callable[[Row], None],
+def measure_gains(
+    sizes: sweep.GainSweep,
+    source: GradientSource,
+    rows: list[GradientRow],
+    write: Callable[[GradientRow], None],
 ) -> None:
-  """Writes a row for each point, batch and direction not among `rows`."""
+  """Measures each direction of each batch at each point.
+
+  Args:
+    sizes: What to measure.
+    source: Where batches and gradients come from.
+    rows: Rows that exist and are not measured again.
+    write: Called with each new row.
+  """
   kl = gradients.kl_fn(source.model, source.config)
   done = {(row["point"], row["batch"], row["direction"]) for row in rows}
-  for group, point in itertools.product(sweep.groups, sweep.points):
+  for group, point in itertools.product(sizes.groups, sizes.points):
     missing = {
         i: [d for d in group if (point, i, d.name) not in done]
-        for i in range(sweep.batches)
+        for i in range(sizes.batches)
     }
     if not any(missing.values()):
       continue
     params = source.params(point)
-    total = total_gradient(source, params, point, sweep.batches)
+    total = total_gradient(source, params, point, sizes.batches)
     for i, wanted in missing.items():
       if not wanted:
         continue
       start = time.perf_counter()
       gradient = source.gradient(params, point, i)
       # The KL is that on responses of the next batch.
-      k = sweep.probe_responses
-      probe = gradients.some_responses(
-          source.batch(params, point, (i + 1) % sweep.batches),
+      k = sizes.probe_responses
+      probe = gradients.first_responses(
+          source.batch(params, point, (i + 1) % sizes.batches),
           source.config.rollout.responses,
-          sweep.probe_prompts,
+          sizes.probe_prompts,
           k,
       )
       along = functools.partial(kl, params, probe, k)
-      judge = Judge(gradient, total, sweep.batches, along)
+      judge = Judge(gradient, total, sizes.batches, along)
       for direction in wanted:
         seed = _SEEDS * point + i
-        made = directions.make(direction, gradient, source.config, seed)
-        what = {"point": point, "batch": i, "direction": direction.name}
-        write({**what, **judge(made)})
+        step = directions.make(direction, gradient, source.config, seed)
+        names = {"point": point, "batch": i, "direction": direction.name}
+        write({**names, **judge(step)})
       seconds = time.perf_counter() - start
       progress.say(f"point {point}, batch {i}: {seconds:.0f} s")
 
 
 def total_gradient(
-    source: gradients.Source, params: Any, point: int, batches: int
-) -> gradients.Arrays:
-  """The sum of a point's gradients."""
+    source: GradientSource, params: chex.ArrayTree, point: int, batches: int
+) -> TargetArrays:
+  """Returns the sum of the gradients of a point's first batches."""
   total = {k: x.copy() for k, x in source.gradient(params, point, 0).items()}
   for i in range(1, batches):
     for path, g in source.gradient(params, point, i).items():
@@ -73,41 +85,43 @@ def total_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-  """Judges directions that one batch's gradient was made into.
+  """Measures directions that were made from the gradient of one batch.
 
   Attributes:
-    gradient: the batch's.
-    total: the sum of all batches' gradients, this one's among them.
-    batches: how many these are.
-    kl: of a direction, on responses of another batch.
+    gradient: Gradient of the batch.
+    total: Sum of the gradients of all batches, including this one.
+    batches: Number of batches in `total`.
+    kl: Returns the KL of a direction on responses of another batch.
   """
 
-  gradient: gradients.Arrays
-  total: gradients.Arrays
+  gradient: TargetArrays
+  total: TargetArrays
   batches: int
-  kl: Callable[[gradients.Arrays], Any]
+  kl: Callable[[TargetArrays], chex.Scalar]
 
-  def __call__(self, direction: gradients.Arrays) -> dict[str, float]:
-    """The numbers of a row.
+  def __call__(self, direction: TargetArrays) -> dict[str, float]:
+    """Measures one direction.
 
     Returns:
-      `held_out`: gain per √(2 KL) with the mean gradient of the other batches;
-      `own`: the same with the batch's gradient; `cosine` of direction and
-      gradient.
+      `held_out`, the gain per √(2 KL) by the mean gradient of the other
+      batches; `own`, the same by the gradient of this batch; and `cosine`, that
+      of direction and gradient.
     """
     length = math.sqrt(2 * float(self.kl(direction)))
-    own = gradients.inner(self.gradient, direction)
-    others = gradients.inner(self.total, direction) - own
+    own = gradients.inner_product(self.gradient, direction)
+    others = gradients.inner_product(self.total, direction) - own
     size = math.sqrt(
-        gradients.inner(direction, direction)
-        * gradients.inner(self.gradient, self.gradient)
+        gradients.inner_product(direction, direction)
+        * gradients.inner_product(self.gradient, self.gradient)
     )
     return {
-        "held_out": short(others / (self.batches - 1) / length),
-        "own": short(own / length),
-        "cosine": short(own / size),
+        "held_out": rounded(others / (self.batches - 1) / length),
+        "own": rounded(own / length),
+        "cosine": rounded(own / size),
     }
 
 
 if __name__ == "__main__":
-  gradient_sweeps.main(FULL, SMALL, measure, analysis.draw)
+  gradient_sweeps.run_gradient_study(
+      sweep.FULL, sweep.SMALL, measure_gains, analysis.draw
+  )

@@ -1,18 +1,18 @@
-"""What is measured: points of a run, batches, directions."""
+"""The directions that are measured, and the batches they are made from."""
 
 import dataclasses
 
-from experiments.studies import gradient_sweeps
+from experiments.studies.gradient_sweeps import GradientSweep
 
 
 @dataclasses.dataclass(frozen=True)
 class Direction:
-  """One way to make a step of a gradient.
+  """One way to make a step from a gradient.
 
   Attributes:
-    kind: a name in `directions.KINDS`.
-    rank: of the sketch or of the approximation; 0 where there is none.
-    distribution: of the basis; "" where there is none.
+    kind: A name in `directions.KINDS`.
+    rank: Rank of the sketch or of the approximation; 0 for other kinds.
+    distribution: Distribution of the basis; "" for kinds without a basis.
   """
 
   kind: str
@@ -21,11 +21,13 @@ class Direction:
 
   @property
   def name(self) -> str:
+    """The name in rows and tables, such as `sketch-rademacher-16`."""
     parts = (self.kind, self.distribution, str(self.rank or ""))
     return "-".join(part for part in parts if part)
 
 
-# Measured one group after the other: a run cut short has whole groups.
+# One group is measured after the other, so that an interrupted study has whole
+# groups.
 GROUPS = (
     (
         Direction("dense"),
@@ -48,13 +50,13 @@ GROUPS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Sweep(gradient_sweeps.Sweep):
-  """Sizes of the measurement.
+class GainSweep(GradientSweep):
+  """The directions that are measured, and on how many responses.
 
   Attributes:
-    probe_prompts: of the responses that the KL is measured on.
-    probe_responses: to each of these prompts.
-    groups: the directions that are compared.
+    probe_prompts: Number of prompts whose responses the KL is measured on.
+    probe_responses: Number of responses to each of these prompts.
+    groups: The directions that are compared.
   """
 
   probe_prompts: int
@@ -62,5 +64,5 @@ class Sweep(gradient_sweeps.Sweep):
   groups: tuple[tuple[Direction, ...], ...]
 
 
-FULL = Sweep("quickstart", (0, 6, 12), 16, 6, 2, 8, GROUPS)
-SMALL = Sweep("small", (0, 4), 4, 16, 8, 8, GROUPS)
+FULL = GainSweep("quickstart", (0, 6, 12), 16, 6, 2, 8, GROUPS)
+SMALL = GainSweep("small", (0, 4), 4, 16, 8, 8, GROUPS)

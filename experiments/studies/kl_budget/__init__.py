@@ -1,12 +1,14 @@
-"""Does a KL budget help, and which: none, constant, annealed.
+"""Does a KL budget help, and which one: none, constant or annealed?
 
-Asked: mean reward at the end of training, held-out accuracy and stability of
-runs that differ in the budget only, and whether the KL that a step was
-predicted to cost is the KL that it cost.
+Runs differ only in their budget. The study compares their mean reward at the
+end of training, held-out accuracy and stability, and asks whether the KL that
+was predicted for a step is the KL that it had.
 
-Command: python -m experiments.studies.kl_budget.run \
-    --out=docs/results/kl_budget
-  (`--small`: two cells, six updates; `--redraw`: from the rows that are there)
-Cost: the small model 35 runs of 60 updates, half a minute each on two CPU
-  cores; SmolLM2-135M 10 runs of 10 updates, some minutes each.
+  python -m experiments.studies.kl_budget.run --out=docs/results/kl_budget
+
+With `--small` two cells are trained for six updates, and with `--redraw`
+nothing is.
+
+Cost: 35 runs of 60 updates of the small model, half a minute each on two CPU
+cores; 10 runs of 10 updates of SmolLM2-135M, some minutes each.
 """

@@ -1,15 +1,19 @@
-"""Tables and pictures of the KL budgets, from saved rows."""
+"""Tables and figure of the KL budgets, from saved rows."""
 
 from collections.abc import Mapping, Sequence
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.reporting import figures
+from experiments.reporting import figures, tables
 from experiments.studies import curves
 from experiments.studies.kl_budget import sweep
-from experiments.studies.sweeps import Row
+from experiments.studies.sweeps import RunRow
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
 
 _HEAD = (
     "budget, nats per token",
@@ -31,11 +35,11 @@ no KL is measured (-). Differences are paired by seed.
 """
 
 
-def kl_pairs(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-  """Predicted and realised KL of every step that was taken.
+def kl_pairs(rows: Sequence[RunRow]) -> tuple[np.ndarray, np.ndarray]:
+  """Returns predicted and realised KL of the steps that were not skipped.
 
   Returns:
-    Float64 `[steps]` each; empty without a budget.
+    Float64 `[steps]` each, empty for runs without a budget.
   """
   pairs = [
       (curves.curve(row, "kl/predicted"), curves.curve(row, "kl/realised"))
@@ -47,32 +51,41 @@ def kl_pairs(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
   return predicted[taken], realised[taken]
 
 
-def table(rows: Sequence[Row]) -> str:
-  """Markdown: one table a part, one line a cell."""
+def table(rows: Sequence[RunRow]) -> str:
+  """Tabulates cells by part, and differences of the annealed budget.
+
+  Args:
+    rows: Rows of the sweep, not necessarily all.
+
+  Returns:
+    Markdown tables with notes.
+  """
   out = ""
-  for part, cells in curves.by_cell(rows, sweep.FULL).items():
-    lines = [_line(cell, of_cell) for cell, of_cell in cells.items()]
-    out += f"### {part}\n\n{curves.markdown(_HEAD, lines)}\n"
+  for part, cells in curves.rows_by_cell(rows, sweep.FULL).items():
+    lines = [_line(cell, runs) for cell, runs in cells.items()]
+    out += f"### {part}\n\n{tables.markdown(_HEAD, lines)}\n"
     out += f"### {part}: annealed against the others\n\n{_annealed(cells)}\n"
   return out + _NOTES
 
 
-def _annealed(cells: Mapping[str, Sequence[Row]]) -> str:
-  """Differences of the budget that falls from the others, paired by seed."""
+def _annealed(cells: Mapping[str, Sequence[RunRow]]) -> str:
+  """Tabulates differences of the annealed budget from each other one."""
   lines = []
   for name in (name for name in cells if name.startswith("annealed")):
     for other in (other for other in cells if other != name):
-      found = [
-          curves.paired(cells[name], cells[other], lambda row: None, number)
-          for number in (curves.tail_reward, curves.accuracy)
+      differences = [
+          curves.paired(cells[name], cells[other], statistic)
+          for statistic in (curves.tail_reward, curves.accuracy)
       ]
       label = f"annealed - {other}"
-      lines.append([label, len(found[0]), *map(curves.signed, found)])
+      seeds = len(differences[0])
+      lines.append([label, seeds, *map(tables.signed, differences)])
   head = ["difference", "seeds", "tail reward", "held-out accuracy"]
-  return curves.markdown(head, lines)
+  return tables.markdown(head, lines)
 
 
-def _line(cell: str, rows: Sequence[Row]) -> list[Any]:
+def _line(cell: str, rows: Sequence[RunRow]) -> list[Any]:
+  """Returns the entries of a cell, as `_HEAD` names them."""
   predicted, realised = kl_pairs(rows)
   drop = lambda row: curves.worst_drop(curves.curve(row, curves.REWARD))
   skipped = [curves.skipped(row) for row in rows]
@@ -89,32 +102,32 @@ def _line(cell: str, rows: Sequence[Row]) -> list[Any]:
 
 
 def _ratio(values: np.ndarray) -> str:
+  """Formats the median of ratios with their 5th and 95th percentile."""
   low, median, high = np.percentile(values, [5, 50, 95])
   return f"{median:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def figure_of(rows: Sequence[Row]) -> Any:
-  """The picture: for each part reward by update, and calibration of the KL."""
-  parts = curves.by_cell(rows, sweep.FULL)
+def figure_of(rows: Sequence[RunRow]) -> "Figure":
+  """Draws reward by update, and realised by predicted KL, for each part."""
+  parts = curves.rows_by_cell(rows, sweep.FULL)
   figure = figures.make_figure(12, 4.5 * len(parts))
   panels = figure.subplots(len(parts), 2, squeeze=False)
   for (part, cells), (left, right) in zip(parts.items(), panels, strict=True):
-    for number, (cell, of_cell) in enumerate(cells.items()):
+    for number, (cell, runs) in enumerate(cells.items()):
       color = f"C{number}"
-      values = [curves.curve(row, curves.REWARD) for row in of_cell]
-      free = curves.skipped(of_cell[0]) is None
-      curves.plot_spread(
-          left, values, cell, width=5, color=color, ls="--" if free else "-"
-      )
-      predicted, realised = kl_pairs(of_cell)
+      rewards = [curves.curve(row, curves.REWARD) for row in runs]
+      dashes = "--" if curves.skipped(runs[0]) is None else "-"  # No budget.
+      figures.plot_spread(left, rewards, cell, width=5, color=color, ls=dashes)
+      predicted, realised = kl_pairs(runs)
       if predicted.size:
         right.plot(predicted, realised, ".", color=color, ms=3, label=cell)
     _finish(part, left, right)
   return figure
 
 
-def _finish(part: str, left: Any, right: Any) -> None:
-  curves.finish(
+def _finish(part: str, left: "Axes", right: "Axes") -> None:
+  """Labels both axes, and draws the diagonal on the right one."""
+  figures.finish(
       left,
       f"{part}: training reward, range over seeds",
       "update",
@@ -125,7 +138,7 @@ def _finish(part: str, left: Any, right: Any) -> None:
     ends = [*right.get_xlim(), *right.get_ylim()]
     ends = [min(ends), max(ends)]
     right.plot(ends, ends, "k-", linewidth=0.8)
-  curves.finish(
+  figures.finish(
       right,
       f"{part}: KL of one update, nats per token",
       "predicted",
@@ -133,6 +146,6 @@ def _finish(part: str, left: Any, right: Any) -> None:
   )
 
 
-def draw(rows: Sequence[Row], out: pathlib.Path) -> None:
+def draw(rows: Sequence[RunRow], out: pathlib.Path) -> None:
   """Writes `table.md` and `kl_budget.png` into `out`."""
-  curves.save(out, "kl_budget", table(rows), figure_of(rows))
+  figures.save(out, "kl_budget", table(rows), figure_of(rows))

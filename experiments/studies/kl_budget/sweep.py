@@ -1,4 +1,4 @@
-"""The budgets that are compared: none, three constants, one that falls."""
+"""The KL budgets that are compared: none, constant and annealed."""
 
 import ml_collections
 
@@ -8,11 +8,11 @@ from experiments.studies.sweeps import Cell, Part
 
 
 def _constant(budget: float) -> Cell:
-  return Cell(f"constant {budget:g}", sweeps.budget(budget))
+  return Cell(f"constant {budget:g}", sweeps.budget_overrides(budget))
 
 
 def _annealed(first: float, last: float, updates: int) -> Cell:
-  values = sweeps.budget(first, last) | {"kl.anneal_updates": updates}
+  values = sweeps.budget_overrides(first, last) | {"kl.anneal_updates": updates}
   return Cell(f"annealed {first:g} to {last:g}", values)
 
 
@@ -22,19 +22,19 @@ def _none(learning_rate: float) -> Cell:
 
 
 def small_config() -> ml_collections.ConfigDict:
-  """60 updates of the small model, the last 20 of which are the tail."""
-  return sweeps.of_length(small.get_config(), 60, 10)
+  """Makes a config of 60 updates of the small model."""
+  return sweeps.with_length(small.get_config(), 60, 10)
 
 
 def smollm2_config() -> ml_collections.ConfigDict:
-  """10 updates of the quickstart with half of its responses."""
+  """Makes a config of 10 updates of the quickstart with half the responses."""
   config = quickstart.get_config()
   config.rollout.prompts = 6
-  # Such that the budget, and not alpha_max, sets the step.
+  # Large enough that the budget, and not alpha_max, sets the step.
   config.optimizer.learning_rate = 1e-4
   config.kl.probe_responses = 8
   config.log.tensorboard = False
-  return sweeps.of_length(config, 10, 5)
+  return sweeps.with_length(config, 10, 5)
 
 
 SMALL_CELLS = (

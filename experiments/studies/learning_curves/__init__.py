@@ -1,15 +1,18 @@
-"""LoGRA at four ranks against dense AdamW, LoRA and GaLore.
+"""How does LoGRA at four ranks compare with dense AdamW, LoRA and GaLore?
 
-Asked: reward against updates and against seconds, held-out accuracy and memory,
-with the KL budget and without it, there at the best learning rate of a grid.
+The study compares reward by updates and by seconds, held-out accuracy, and
+memory. Each optimizer runs with the KL budget, and without it at the learning
+rates of a grid, of which the best is taken.
 
-Command: python -m experiments.studies.learning_curves.run \
+  python -m experiments.studies.learning_curves.run \\
     --out=docs/results/learning_curves
-  python -m experiments.studies.learning_curves.memory \
+  python -m experiments.studies.learning_curves.memory \\
     --out=docs/results/learning_curves
-  (`--small`: two methods, six updates; `--redraw`: from the rows that are
-  there, and from `memory.json` if it is there)
+
+The table has a column of memory if `memory.json` exists. With `--small` two
+optimizers are trained for six updates, and with `--redraw` nothing is.
+
 Cost: 153 runs of 30 updates of the small model, half a minute each on two CPU
-  cores, less for all seeds of a cell but the first; memory: 22 compilations of
-  ten seconds.
+cores, and less after the first seed of a cell; for memory, 22 compilations of
+ten seconds.
 """

@@ -1,16 +1,23 @@
-"""Tables and pictures of the methods' learning curves, from saved rows."""
+"""Tables and figure of the methods' learning curves, from saved rows."""
 
 from collections.abc import Mapping, Sequence
 import pathlib
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from experiments import _optional
-from experiments.reporting import figures
+from experiments.reporting import figures, tables
+from experiments.reporting.units import MIB
 from experiments.studies import curves
 from experiments.studies.learning_curves import memory, sweep
-from experiments.studies.sweeps import Row
+from experiments.studies.sweeps import RunRow
+
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
+
+# Method to name in `memory.BUDGETS` to sizes in bytes.
+Sizes = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 _HEAD = (
     "method",
@@ -33,62 +40,62 @@ compiled update as the compiler states it, weights included.
 """
 
 
-class Runs(NamedTuple):
-  """A method's runs with and without a budget.
+class MethodRuns(NamedTuple):
+  """The runs of a method with and without a budget.
 
   Attributes:
-    budget: rows with the budget, one a seed.
-    rates: rows without one, by learning rate, ascending.
+    budget: Rows with the budget, one per seed.
+    rates: Rows without it, by learning rate in ascending order.
   """
 
-  budget: list[Row]
-  rates: dict[float, list[Row]]
+  budget: list[RunRow]
+  rates: dict[float, list[RunRow]]
 
   def best_rate(self) -> float | None:
-    """The rate with the highest mean tail reward; None without rows."""
+    """Returns the rate with the highest mean tail reward, if there is any."""
     mean = lambda rate: np.mean([*map(curves.tail_reward, self.rates[rate])])
     return max(self.rates, key=mean, default=None)
 
-  def at_best_rate(self) -> list[Row]:
-    """The rows of that rate; none without rows."""
+  def at_best_rate(self) -> list[RunRow]:
+    """Returns the rows of the best rate, which are none without rates."""
     rate = self.best_rate()
     return [] if rate is None else self.rates[rate]
 
   def at_edge(self, rate: float) -> bool:
-    """Whether `rate` is the lowest or the highest that was measured."""
+    """Returns whether a rate is the lowest or the highest that was measured."""
     return rate in (min(self.rates), max(self.rates))
 
 
-def methods(rows: Sequence[Row]) -> dict[str, Runs]:
-  """Runs by method, in the sweep's order."""
-  found: dict[str, Runs] = {}
-  for cells in curves.by_cell(rows, sweep.FULL).values():
+def runs_by_method(rows: Sequence[RunRow]) -> dict[str, MethodRuns]:
+  """Groups rows by label of the method, in the order of the sweep."""
+  methods: dict[str, MethodRuns] = {}
+  for cells in curves.rows_by_cell(rows, sweep.FULL).values():
     for cell, of_cell in cells.items():
-      runs = found.setdefault(cell.rpartition(", ")[0], Runs([], {}))
+      runs = methods.setdefault(cell.rpartition(", ")[0], MethodRuns([], {}))
       rate = of_cell[0]["overrides"].get("optimizer.learning_rate")
       if rate is None:
         runs.budget.extend(of_cell)
       else:
         runs.rates[rate] = of_cell
   return {
-      label: Runs(runs.budget, dict(sorted(runs.rates.items())))
-      for label, runs in found.items()
+      label: MethodRuns(runs.budget, dict(sorted(runs.rates.items())))
+      for label, runs in methods.items()
   }
 
 
-def table(
-    rows: Sequence[Row],
-    sizes: Mapping[str, Mapping[str, Mapping[str, int]]] | None = None,
-) -> str:
-  """Markdown: methods with and without budget; tail reward by learning rate.
+def table(rows: Sequence[RunRow], sizes: Sizes | None = None) -> str:
+  """Tabulates methods with and without budget, and rewards by learning rate.
 
   Args:
-    rows: of the sweep.
-    sizes: of `memory.read`.
+    rows: Rows of the sweep, not necessarily all.
+    sizes: What `memory.read` returned, for the column of memory.
+
+  Returns:
+    Markdown tables with notes.
   """
-  found = methods(rows)
+  methods = runs_by_method(rows)
   with_budget, without = [], []
-  for label, runs in found.items():
+  for label, runs in methods.items():
     peaks = [_peak(sizes or {}, label, name) for name in memory.BUDGETS]
     if runs.budget:
       with_budget.append(_line(label, "1e-3", runs.budget, peaks[0]))
@@ -99,13 +106,17 @@ def table(
       without.append(_line(label, name, runs.rates[rate], peaks[1]))
   return (
       f"### KL budget and no budget\n\n"
-      f"{curves.markdown(_HEAD, with_budget + without)}\n"
-      f"### Against dense AdamW\n\n{_against_dense(found)}\n"
-      f"### Tail reward by learning rate, no budget\n\n{_grid(found)}\n{_NOTES}"
+      f"{tables.markdown(_HEAD, with_budget + without)}\n"
+      f"### Against dense AdamW\n\n{_against_dense(methods)}\n"
+      f"### Tail reward by learning rate, no budget\n\n{_grid(methods)}\n"
+      f"{_NOTES}"
   )
 
 
-def _line(label: str, budget: str, rows: Sequence[Row], peak: Any) -> list[Any]:
+def _line(
+    label: str, budget: str, rows: Sequence[RunRow], peak: str | None
+) -> list[Any]:
+  """Returns the entries of a method, as `_HEAD` names them."""
   return [
       label,
       budget,
@@ -118,81 +129,82 @@ def _line(label: str, budget: str, rows: Sequence[Row], peak: Any) -> list[Any]:
   ]
 
 
-def _against_dense(found: Mapping[str, Runs]) -> str:
-  """Differences from dense AdamW, paired by seed."""
-  dense = found.get("dense_adam", Runs([], {}))
+def _against_dense(methods: Mapping[str, MethodRuns]) -> str:
+  """Tabulates differences from dense AdamW, paired by seed."""
+  dense = methods.get("dense_adam", MethodRuns([], {}))
   lines = [
       [f"{label} - dense_adam"]
       + [
-          curves.signed(curves.paired(after, before, lambda row: None, number))
+          tables.signed(curves.paired(after, before, statistic))
           for after, before in (
               (runs.budget, dense.budget),
               (runs.at_best_rate(), dense.at_best_rate()),
           )
-          for number in (curves.mean_reward, curves.accuracy)
+          for statistic in (curves.mean_reward, curves.accuracy)
       ]
-      for label, runs in found.items()
+      for label, runs in methods.items()
       if label != "dense_adam"
   ]
   head = ["difference"]
   for budget in ("budget", "no budget"):
     head += [f"{budget}: mean reward", f"{budget}: held-out accuracy"]
-  return curves.markdown(head, lines)
+  return tables.markdown(head, lines)
 
 
-def _seconds(rows: Sequence[Row]) -> float:
+def _seconds(rows: Sequence[RunRow]) -> float:
+  """Returns the median over seeds of the seconds per update."""
   return float(np.median([curves.seconds(row) for row in rows]))
 
 
-def _peak(
-    sizes: Mapping[str, Mapping[str, Mapping[str, int]]], label: str, name: str
-) -> str | None:
+def _peak(sizes: Sizes, label: str, name: str) -> str | None:
+  """Formats the peak of a method's program in MiB."""
   if label not in sizes:
     return None
-  return f"{sizes[label][name]['peak_bytes'] / 2**20:.1f}"
+  return f"{sizes[label][name]['peak_bytes'] / MIB:.1f}"
 
 
-def _grid(found: Mapping[str, Runs]) -> str:
-  """Tail reward of each learning rate that was measured."""
-  rates = sorted({rate for runs in found.values() for rate in runs.rates})
+def _grid(methods: Mapping[str, MethodRuns]) -> str:
+  """Tabulates tail reward by method and learning rate."""
+  rates = sorted({rate for runs in methods.values() for rate in runs.rates})
   lines = [
       [label]
       + [
           curves.over_seeds(runs.rates.get(rate, []), curves.tail_reward)
           for rate in rates
       ]
-      for label, runs in found.items()
+      for label, runs in methods.items()
       if runs.rates
   ]
-  return curves.markdown(["method", *(f"{rate:g}" for rate in rates)], lines)
+  return tables.markdown(["method", *(f"{rate:g}" for rate in rates)], lines)
 
 
-def figure_of(rows: Sequence[Row]) -> Any:
-  """The picture: reward by updates and by seconds, with and without budget."""
+def figure_of(rows: Sequence[RunRow]) -> "Figure":
+  """Draws reward by updates and by seconds, with and without a budget."""
   figure = figures.make_figure(13, 10)
   panels = figure.subplots(2, 2, sharey=True)
-  found = methods(rows)
-  for label, runs in found.items():
+  for label, runs in runs_by_method(rows).items():
     rate = runs.best_rate()
     name = label if rate is None else f"{label}, {rate:g}"
-    style = {"color": _color(label), "width": 5}
+    color = _color(label)
     for axes, of_cell, text in zip(
         panels, (runs.budget, runs.at_best_rate()), (label, name), strict=True
     ):
       if of_cell:
-        values = [curves.curve(row, curves.REWARD) for row in of_cell]
-        curves.plot_spread(axes[0], values, text, **style)
+        rewards = [curves.curve(row, curves.REWARD) for row in of_cell]
+        figures.plot_spread(axes[0], rewards, text, width=5, color=color)
         step = _seconds(of_cell)
-        curves.plot_spread(axes[1], values, text, step=step, **style)
+        figures.plot_spread(
+            axes[1], rewards, text, width=5, step=step, color=color
+        )
   titles = ("KL budget", "no budget, best learning rate of the grid")
   for title, axes in zip(titles, panels, strict=True):
-    curves.finish(axes[0], title, "update", "mean reward, 5-update means")
-    curves.finish(axes[1], title, "seconds", "mean reward, 5-update means")
+    figures.finish(axes[0], title, "update", "mean reward, 5-update means")
+    figures.finish(axes[1], title, "seconds", "mean reward, 5-update means")
   return figure
 
 
-def _color(label: str) -> Any:
-  """A hue a method, lighter for lower ranks."""
+def _color(label: str) -> tuple[float, ...]:
+  """Returns the color of a method: a hue per optimizer, light for low ranks."""
   name, _, rank = label.partition(" rank ")
   hues = {"dense_adam": "Greys", "logra": "Oranges"}
   hues |= {"lora": "Blues", "galore": "Greens"}
@@ -201,7 +213,7 @@ def _color(label: str) -> Any:
   return colormaps[hues[name]](shade)
 
 
-def draw(rows: Sequence[Row], out: pathlib.Path) -> None:
+def draw(rows: Sequence[RunRow], out: pathlib.Path) -> None:
   """Writes `table.md` and `learning_curves.png` into `out`."""
   text = table(rows, memory.read(out))
-  curves.save(out, "learning_curves", text, figure_of(rows))
+  figures.save(out, "learning_curves", text, figure_of(rows))

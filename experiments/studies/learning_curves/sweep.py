@@ -1,4 +1,4 @@
-"""Optimizers, each with a KL budget and with learning rates of a grid."""
+"""Optimizers with a KL budget, and without it at several learning rates."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from experiments.studies.momentum.sweep import small_config
 from experiments.studies.sweeps import Cell, Part
 
 RANKS = (4, 16, 64, 256)
-# Learning rates without a budget.
+# Learning rates without a budget, by optimizer.
 GRIDS: dict[str, tuple[float, ...]] = {
     "logra": (3e-5, 1e-4, 3e-4),
     "dense_adam": (3e-5, 1e-4, 3e-4),
@@ -16,7 +16,7 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "galore": (1e-4, 3e-4, 1e-3),
 }
 
-# Where the best of these was at the edge.
+# More learning rates, for methods whose best one was at the edge of the grid.
 FURTHER: dict[str, tuple[float, ...]] = {
     "logra rank 4": (1e-3,),
     "logra rank 16": (1e-3,),
@@ -29,17 +29,18 @@ FURTHER: dict[str, tuple[float, ...]] = {
 
 
 def _method(name: str, rank: int | None) -> tuple[str, dict[str, Any]]:
-  """Label and overrides."""
+  """Returns the label and the overrides of an optimizer at a rank."""
   values: dict[str, Any] = {"optimizer.name": name}
   if rank is None:
     return name, values
   values["optimizer.rank"] = rank
   if name == "lora":
-    # Adapters times 2, as is usual.
+    # Scales the adapters by 2, as is usual.
     values["optimizer.lora_alpha"] = 2.0 * rank
   return f"{name} rank {rank}", values
 
 
+# Overrides by label of a method: an optimizer at a rank.
 METHODS: Mapping[str, dict[str, Any]] = dict(
     [_method("dense_adam", None)]
     + [_method("logra", rank) for rank in RANKS]
@@ -49,7 +50,7 @@ METHODS: Mapping[str, dict[str, Any]] = dict(
 
 
 def _cells(labels: list[str], rates: int | None = None) -> tuple[Cell, ...]:
-  """With a budget, and without one at the first `rates` learning rates."""
+  """Makes cells with a budget, and without it at the first `rates` rates."""
   cells = []
   for label in labels:
     values = METHODS[label]

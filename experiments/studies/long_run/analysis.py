@@ -1,20 +1,24 @@
-"""Tables and pictures of the long runs, from saved rows.
+"""Tables and figure of the long runs, from saved rows.
 
-Spans are shares of the run: a twelfth is 100 of 1,200 updates.
+Windows and blocks are shares of a run: a twelfth is 100 of 1,200 updates.
 """
 
 from collections.abc import Sequence
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.reporting import figures
+from experiments.reporting import figures, smoothing, tables
 from experiments.studies import curves
 from experiments.studies.long_run import sweep
-from experiments.studies.sweeps import Row
+from experiments.studies.sweeps import RunRow
 
-COLLAPSE = 0.9  # Of the earlier maximum; lower is a collapse.
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
+
+# A run collapses if its reward falls below this share of its earlier maximum.
+COLLAPSE = 0.9
 _NOTES = f"""\
 Means are of the training reward. Lowest: after the first quarter of the run,
 where the budget has fallen, the running mean over a 24th of the run (50 of
@@ -23,16 +27,17 @@ called a collapse. Weight norm: Frobenius norm of all parameters.
 """
 
 
-def windows(row: Row) -> np.ndarray:
-  """Running mean reward over a 24th of the run, float64 `[windows]`."""
+def windows(row: RunRow) -> np.ndarray:
+  """Returns the running mean reward over a 24th of the run, float64 `[n]`."""
   values = curves.curve(row, curves.REWARD)
-  return curves.running_mean(values, max(1, values.size // 24))
+  return smoothing.running_mean(values, max(1, values.size // 24))
 
 
-def lowest_share(row: Row) -> float:
-  """The lowest running mean after the first quarter, of its earlier maximum.
+def lowest_share(row: RunRow) -> float:
+  """Returns the lowest share of its earlier maximum that reward fell to.
 
-  At least 0, at most 1; 0 too where nothing was ever right.
+  It is that of running means after the first quarter of the run, from 0 to 1.
+  It is 0 if no response was ever right.
   """
   means = windows(row)
   highest = np.maximum.accumulate(means)
@@ -40,18 +45,18 @@ def lowest_share(row: Row) -> float:
   return float(shares[means.size // 4 :].min())
 
 
-def blocks(row: Row) -> np.ndarray:
-  """Mean reward of each twelfth of the run, float64 `[12]`.
+def blocks(row: RunRow) -> np.ndarray:
+  """Returns the mean reward of each twelfth of the run, float64 `[12]`.
 
-  A run of fewer updates has one block an update.
+  A run of fewer than 12 updates has one block per update.
   """
   values = curves.curve(row, curves.REWARD)
   parts = np.array_split(values, min(12, values.size))
   return np.array([part.mean() for part in parts])
 
 
-def verdict(rows: Sequence[Row]) -> str:
-  """One line: how many of the runs collapsed."""
+def verdict(rows: Sequence[RunRow]) -> str:
+  """Says in one line how many of the runs collapsed."""
   shares = [lowest_share(row) for row in rows]
   collapsed = sum(share < COLLAPSE for share in shares)
   length = min(curves.curve(row, curves.REWARD).size for row in rows)
@@ -63,32 +68,40 @@ def verdict(rows: Sequence[Row]) -> str:
   )
 
 
-def table(rows: Sequence[Row]) -> str:
-  """Markdown: mean reward by twelfths, one line a run; then the rest."""
+def table(rows: Sequence[RunRow]) -> str:
+  """Tabulates reward by twelfths of a run, and the other numbers of a run.
+
+  Args:
+    rows: Rows of the sweep, not necessarily all.
+
+  Returns:
+    Markdown: the verdict, two tables with a line per run, and notes.
+  """
   runs = [
       (f"{cell}, seed {row['seed']}", row)
-      for cells in curves.by_cell(rows, sweep.FULL).values()
+      for cells in curves.rows_by_cell(rows, sweep.FULL).values()
       for cell, of_cell in cells.items()
       for row in of_cell
   ]
   length = max(curves.curve(row, curves.REWARD).size for row in rows)
   n = min(12, length)
   ends = [f"to {round(length * (i + 1) / n)}" for i in range(n)]
-  reward = curves.markdown(
+  reward = tables.markdown(
       ["run", *ends],
       [[name, *(f"{x:.3f}" for x in blocks(row))] for name, row in runs],
   )
   head = ["run", "updates", "held-out accuracy first, best, last"]
   head += ["lowest", "skipped steps", "weight norm first, last"]
   head += ["realised / budget KL, median", "largest"]
-  rest = curves.markdown(head, [[name, *_line(row)] for name, row in runs])
+  rest = tables.markdown(head, [[name, *_line(row)] for name, row in runs])
   return (
       f"{verdict(rows)}\n### Mean reward\n\n{reward}\n"
       f"### Runs\n\n{rest}\n{_NOTES}"
   )
 
 
-def _line(row: Row) -> list[Any]:
+def _line(row: RunRow) -> list[Any]:
+  """Returns the entries of a run in the second table."""
   _, accuracy = curves.evaluations(row, "accuracy")
   _, norm = curves.evaluations(row, "weight_norm")
   share = curves.curve(row, "kl/realised") / curves.curve(row, "kl/budget")
@@ -103,12 +116,12 @@ def _line(row: Row) -> list[Any]:
   ]
 
 
-def figure_of(rows: Sequence[Row]) -> Any:
-  """The picture: reward, KL and budget, weight norm, held-out accuracy."""
+def figure_of(rows: Sequence[RunRow]) -> "Figure":
+  """Draws reward, KL and budget, weight norm, and held-out accuracy."""
   figure = figures.make_figure(12, 8)
   reward, kl, norm, accuracy = figure.subplots(2, 2).flat
   number = 0
-  for cells in curves.by_cell(rows, sweep.FULL).values():
+  for cells in curves.rows_by_cell(rows, sweep.FULL).values():
     for cell, of_cell in cells.items():
       color = f"C{number}"
       number += 1
@@ -124,15 +137,15 @@ def figure_of(rows: Sequence[Row]) -> Any:
         kl.plot(updates, curves.curve(row, "kl/realised"), ".", ms=2, **style)
   kl.plot(updates, curves.curve(row, "kl/budget"), "k--", lw=1, label="budget")
   kl.set_yscale("log")
-  curves.finish(
+  figures.finish(
       reward, "training reward, running mean", "update", "mean reward"
   )
-  curves.finish(kl, "realised KL of one update", "update", "nats per token")
-  curves.finish(norm, "norm of all weights", "update", "Frobenius norm")
-  curves.finish(accuracy, "held-out accuracy (greedy)", "update", "accuracy")
+  figures.finish(kl, "realised KL of one update", "update", "nats per token")
+  figures.finish(norm, "norm of all weights", "update", "Frobenius norm")
+  figures.finish(accuracy, "held-out accuracy (greedy)", "update", "accuracy")
   return figure
 
 
-def draw(rows: Sequence[Row], out: pathlib.Path) -> None:
+def draw(rows: Sequence[RunRow], out: pathlib.Path) -> None:
   """Writes `table.md` and `long_run.png` into `out`."""
-  curves.save(out, "long_run", table(rows), figure_of(rows))
+  figures.save(out, "long_run", table(rows), figure_of(rows))

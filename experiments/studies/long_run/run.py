@@ -1,7 +1,10 @@
-"""Measures and draws; see `experiments/studies/long_run/__init__.py`."""
+"""Trains the long runs, and draws the results."""
 
-from experiments.studies import sweeps
+from experiments.studies import long_run, sweeps
 from experiments.studies.long_run import analysis, sweep
 
+# What --help prints.
+__doc__ = f"{__doc__}\n\n{long_run.__doc__}"
+
 if __name__ == "__main__":
-  sweeps.main(sweep.FULL, sweep.SMALL, analysis.draw)
+  sweeps.run_training_study(sweep.FULL, sweep.SMALL, analysis.draw)

@@ -1,4 +1,4 @@
-"""1,200 updates: the quickstart's setting and the published one."""
+"""The long runs: the quickstart's setting and the published one."""
 
 import ml_collections
 
@@ -22,12 +22,12 @@ CELLS = (
 def _long(
     config: ml_collections.ConfigDict, updates: int
 ) -> ml_collections.ConfigDict:
-  """The published shape of the budget: a cosine over 300 updates, then flat."""
+  """Sets the published budget: a cosine for a quarter of the run, then flat."""
   config.kl.budget, config.kl.final_budget = 1e-3, 1e-4
   config.kl.anneal_updates = updates // 4
-  return sweeps.of_length(config, updates, updates // 12)
+  return sweeps.with_length(config, updates, updates // 12)
 
 
 FULL = (Part("small", lambda: _long(small.get_config(), 1200), CELLS, (0,)),)
-# A random model: seconds, and nothing is learned.
+# A random model, which learns nothing in the seconds that this takes.
 SMALL = (Part("tiny", lambda: _long(tiny.get_config(), 24), CELLS[:1], (0,)),)

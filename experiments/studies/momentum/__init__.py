@@ -1,13 +1,15 @@
-"""What momentum, basis, rank and preconditioner do under one KL budget.
+"""What do momentum, basis, rank and preconditioner do under one KL budget?
 
-Asked: does momentum on the sketches of a fixed basis pay, is rank 256 needed,
-does the basis have to change, and how far is LoGRA from dense optimizers with
-the same budget and data.
+The study asks whether momentum on the sketches of a fixed basis pays, whether
+rank 256 is needed, whether the basis must change, and how far LoGRA is from
+dense optimizers with the same budget and data.
 
-Command: python -m experiments.studies.momentum.run --out=docs/results/momentum
-  (`--small`: three cells, six updates; `--redraw`: from the rows that are
-  there)
-Cost: the small model 275 runs of 30 updates, half a minute each on two CPU
-  cores, less for all seeds of a cell but the first; SmolLM2-135M 8 runs of 10
-  updates, some minutes each.
+  python -m experiments.studies.momentum.run --out=docs/results/momentum
+
+With `--small` three cells are trained for six updates, and with `--redraw`
+nothing is.
+
+Cost: 275 runs of 30 updates of the small model, half a minute each on two CPU
+cores, and less after the first seed of a cell; 8 runs of 10 updates of
+SmolLM2-135M, some minutes each.
 """

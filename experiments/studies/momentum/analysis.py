@@ -1,18 +1,28 @@
-"""Tables and pictures of the factorial, from saved rows."""
+"""Tables and figure of LoGRA's settings, from saved rows.
+
+The factorial is the part `small`: every combination of rank, basis and
+preconditioner.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import pathlib
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from experiments.reporting import figures
+from experiments.reporting import figures, tables
 from experiments.studies import curves
 from experiments.studies.momentum import sweep
-from experiments.studies.sweeps import Row
+from experiments.studies.sweeps import RunRow
 
-# What a run is judged by; the second is less noisy.
-MEASURES: dict[str, Callable[[Row], float]] = {
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
+
+Statistic = Callable[[RunRow], float]
+
+# What runs are compared by; the second is less noisy.
+STATISTICS: dict[str, Statistic] = {
     "held-out accuracy": curves.accuracy,
     "mean reward": curves.mean_reward,
 }
@@ -28,7 +38,13 @@ difference is chosen to be large.
 
 
 class Factors(NamedTuple):
-  """The levels of a LoGRA cell."""
+  """The levels of a LoGRA cell.
+
+  Attributes:
+    rank: Rank of the sketches.
+    basis: A name in `sweep.BASES`.
+    preconditioner: One of `sweep.PRECONDITIONERS`.
+  """
 
   rank: int
   basis: str
@@ -39,10 +55,10 @@ class Effect(NamedTuple):
   """A comparison of two levels of one factor.
 
   Attributes:
-    factor: a field of `Factors`.
-    before: level that is compared with.
-    after: level that is judged.
-    basis: only runs with that basis; `""` means any.
+    factor: A field of `Factors`.
+    before: The level that is compared with.
+    after: The level whose effect is shown.
+    basis: Only runs with this basis are compared; `""` means any.
   """
 
   factor: str
@@ -73,8 +89,8 @@ EFFECTS = (
 )
 
 
-def factors(overrides: Mapping[str, Any]) -> Factors | None:
-  """The levels of a run, by what it overrides; None for a dense control."""
+def factors_of(overrides: Mapping[str, Any]) -> Factors | None:
+  """Returns the levels of a cell with these overrides; None if it is dense."""
   if "optimizer.preconditioner" not in overrides:
     return None
   bases = (
@@ -89,46 +105,64 @@ def factors(overrides: Mapping[str, Any]) -> Factors | None:
   )
 
 
-def effect(
-    rows: Iterable[Row], of: Effect, number: Callable[[Row], float]
+def effect_by_seed(
+    rows: Iterable[RunRow], effect: Effect, statistic: Statistic
 ) -> list[float]:
-  """Paired differences `of.after - of.before`, one a seed."""
+  """Returns paired differences `after - before`, one per seed.
+
+  Args:
+    rows: Rows of the factorial.
+    effect: The levels that are compared.
+    statistic: What is compared.
+  """
   after, before = [], []
   for row in rows:
-    levels = factors(row["overrides"])
-    if levels is None or of.basis not in ("", levels.basis):
+    levels = factors_of(row["overrides"])
+    if levels is None or effect.basis not in ("", levels.basis):
       continue
-    level = levels._asdict()[of.factor]
-    if level == of.after:
+    level = levels._asdict()[effect.factor]
+    if level == effect.after:
       after.append(row)
-    elif level == of.before:
+    elif level == effect.before:
       before.append(row)
 
   def others(row):
-    levels = factors(row["overrides"])
+    levels = factors_of(row["overrides"])
     assert levels is not None
-    return tuple(x for x in levels._asdict().items() if x[0] != of.factor)
+    return tuple(x for x in levels._asdict().items() if x[0] != effect.factor)
 
-  return curves.paired(after, before, others, number)
+  return curves.paired(after, before, statistic, others)
 
 
 def best_cell(
-    cells: dict[str, list[Row]], number: Callable[[Row], float]
+    cells: dict[str, list[RunRow]], statistic: Statistic
 ) -> str | None:
-  """The LoGRA cell of the highest mean over seeds, of those with all seeds."""
-  logra = {name: x for name, x in cells.items() if factors(x[0]["overrides"])}
+  """Returns the LoGRA cell with the highest mean over seeds, if there is any.
+
+  Cells with fewer seeds than others are not considered.
+  """
+  logra = {
+      name: x for name, x in cells.items() if factors_of(x[0]["overrides"])
+  }
   most = max((len(x) for x in logra.values()), default=0)
   means = {
-      name: float(np.mean([number(row) for row in x]))
+      name: float(np.mean([statistic(row) for row in x]))
       for name, x in logra.items()
       if len(x) == most
   }
   return max(means, key=lambda name: means[name], default=None)
 
 
-def table(rows: Sequence[Row]) -> str:
-  """Markdown: factorial, effects and controls; then the other parts' cells."""
-  parts = curves.by_cell(rows, sweep.FULL)
+def table(rows: Sequence[RunRow]) -> str:
+  """Tabulates the factorial, effects and controls, then the other parts.
+
+  Args:
+    rows: Rows of the sweep, not necessarily all.
+
+  Returns:
+    Markdown tables with notes.
+  """
+  parts = curves.rows_by_cell(rows, sweep.FULL)
   out = ""
   for part, cells in parts.items():
     if part == "small":
@@ -140,59 +174,60 @@ def table(rows: Sequence[Row]) -> str:
   return out + _NOTES
 
 
-def by_budget(rows: Sequence[Row]) -> dict[float, dict[str, list[Row]]]:
-  """Rows of the cells that were run with several budgets.
+def by_budget(rows: Sequence[RunRow]) -> dict[float, dict[str, list[RunRow]]]:
+  """Groups the rows of cells that were run with several budgets.
 
   Returns:
-    Budget, ascending, to basis to rows; that of the part `small` is one.
+    A dict of budget to basis to rows, by ascending budget, including the budget
+    of the part `small`.
   """
-  wanted = {factors(cell.overrides) for cell in sweep.BUDGETS}
-  found: dict[float, dict[str, list[Row]]] = {}
+  wanted = {factors_of(cell.overrides) for cell in sweep.BUDGETS}
+  budgets: dict[float, dict[str, list[RunRow]]] = {}
   for row in rows:
-    levels = factors(row["overrides"])
+    levels = factors_of(row["overrides"])
     if levels is None or row["part"] not in ("small", "budgets"):
       continue
     if levels in wanted:
       budget = float(curves.curve(row, "kl/budget")[0])
-      found.setdefault(budget, {}).setdefault(levels.basis, []).append(row)
-  return dict(sorted(found.items()))
+      budgets.setdefault(budget, {}).setdefault(levels.basis, []).append(row)
+  return dict(sorted(budgets.items()))
 
 
-def _budgets(found: dict[float, dict[str, list[Row]]]) -> str:
-  """One line a budget: both bases, and what momentum adds."""
+def _budgets(budgets: dict[float, dict[str, list[RunRow]]]) -> str:
+  """Tabulates both bases by budget, and what momentum adds."""
   before, after = "refreshed", "fixed, momentum"
   lines = []
-  for budget, bases in found.items():
+  for budget, bases in budgets.items():
     old, new = bases.get(before, []), bases.get(after, [])
     line: list[Any] = [f"{budget:g}", f"{len(old)}, {len(new)}"]
-    for number in MEASURES.values():
-      gain = curves.paired(new, old, lambda row: None, number)
-      line += [curves.over_seeds(old, number), curves.over_seeds(new, number)]
-      line.append(curves.signed(gain))
+    for statistic in STATISTICS.values():
+      line.append(curves.over_seeds(old, statistic))
+      line.append(curves.over_seeds(new, statistic))
+      line.append(tables.signed(curves.paired(new, old, statistic)))
     lines.append(line)
   head = ["KL budget", "seeds"]
-  for title in MEASURES:
+  for title in STATISTICS:
     head += [f"{title}: {before}", after, "difference"]
   return (
       "### small: rank 16, row_adam, by KL budget\n\n"
-      f"{curves.markdown(head, lines)}\n"
+      f"{tables.markdown(head, lines)}\n"
   )
 
 
-def _factorial(cells: dict[str, list[Row]]) -> str:
-  """One table a measure, and the controls."""
+def _factorial(cells: dict[str, list[RunRow]]) -> str:
+  """Tabulates the factorial by statistic, and the controls."""
   out = ""
   most = max(len(rows) for rows in cells.values())
-  for title, number in MEASURES.items():
+  for title, statistic in STATISTICS.items():
     lines = []
     for rank in sweep.RANKS:
       for basis in sweep.BASES:
-        of_line = [cells.get(name, []) for name in _names(rank, basis)]
+        of_line = [cells.get(name, []) for name in _cell_names(rank, basis)]
         if any(of_line):
-          entries = [_entry(rows, number, most) for rows in of_line]
+          entries = [_entry(rows, statistic, most) for rows in of_line]
           lines.append([f"rank {rank}, {basis}", *entries])
     head = ["", *sweep.PRECONDITIONERS]
-    out += f"### small: {title}\n\n{curves.markdown(head, lines)}\n"
+    out += f"### small: {title}\n\n{tables.markdown(head, lines)}\n"
   dense = {
       cell.name: cells[cell.name]
       for cell in sweep.CONTROLS
@@ -202,85 +237,91 @@ def _factorial(cells: dict[str, list[Row]]) -> str:
   return f"{out}### small: controls\n\n{_cells(dense)}\n"
 
 
-def _entry(
-    rows: Sequence[Row], number: Callable[[Row], float], most: int
-) -> str:
-  """Mean and interval, and the seeds where there are fewer than `most`."""
+def _entry(rows: Sequence[RunRow], statistic: Statistic, most: int) -> str:
+  """Formats mean and interval, and the number of seeds if below `most`."""
   few = f", n = {len(rows)}" if 0 < len(rows) < most else ""
-  return curves.text(curves.over_seeds(rows, number)) + few
+  return tables.text(curves.over_seeds(rows, statistic)) + few
 
 
-def _names(rank: int, basis: str) -> list[str]:
-  """The cells of a line of the factorial, by preconditioner."""
+def _cell_names(rank: int, basis: str) -> list[str]:
+  """Returns the cells of a rank and a basis, one per preconditioner.
+
+  The name is empty if there is no such cell.
+  """
   names = dict.fromkeys(sweep.PRECONDITIONERS, "")
   for cell in sweep.FACTORIAL:
-    levels = factors(cell.overrides)
+    levels = factors_of(cell.overrides)
     if levels is not None and levels[:2] == (rank, basis):
       names[levels.preconditioner] = cell.name
   return list(names.values())
 
 
-def _cells(cells: dict[str, list[Row]]) -> str:
-  """One line a cell."""
-  head = ["cell", "seeds", *MEASURES, "tail reward"]
-  numbers = [*MEASURES.values(), curves.tail_reward]
-  return curves.markdown(
+def _cells(cells: dict[str, list[RunRow]]) -> str:
+  """Tabulates cells."""
+  head = ["cell", "seeds", *STATISTICS, "tail reward"]
+  statistics = [*STATISTICS.values(), curves.tail_reward]
+  return tables.markdown(
       head,
       (
-          [cell, len(x), *(curves.over_seeds(x, number) for number in numbers)]
-          for cell, x in cells.items()
+          [cell, len(rows), *(curves.over_seeds(rows, x) for x in statistics)]
+          for cell, rows in cells.items()
       ),
   )
 
 
-def _effects(cells: dict[str, list[Row]]) -> str:
+def _effects(cells: dict[str, list[RunRow]]) -> str:
+  """Tabulates the effects of the factors."""
   rows = [row for x in cells.values() for row in x]
   lines = []
-  for one in EFFECTS:
-    found = [effect(rows, one, number) for number in MEASURES.values()]
-    lines.append([str(one), len(found[0]), *map(curves.signed, found)])
-  head = ["difference", "seeds", *MEASURES]
-  return f"### small: effects\n\n{curves.markdown(head, lines)}\n"
+  for effect in EFFECTS:
+    differences = [
+        effect_by_seed(rows, effect, statistic)
+        for statistic in STATISTICS.values()
+    ]
+    seeds = len(differences[0])
+    lines.append([str(effect), seeds, *map(tables.signed, differences)])
+  head = ["difference", "seeds", *STATISTICS]
+  return f"### small: effects\n\n{tables.markdown(head, lines)}\n"
 
 
-def _against_controls(cells: dict[str, list[Row]]) -> str:
-  """The best and the advised LoGRA cell minus each dense control."""
-  best = {name: best_cell(cells, number) for name, number in MEASURES.items()}
+def _against_controls(cells: dict[str, list[RunRow]]) -> str:
+  """Tabulates the best and the advised LoGRA cell minus each dense control."""
+  best = {name: best_cell(cells, x) for name, x in STATISTICS.items()}
   lines = []
   for control in sweep.CONTROLS:
     for label in ("best LoGRA cell", _ADVISED):
-      found = [
+      differences = [
           curves.paired(
               cells.get((best[name] or "") if "best" in label else label, []),
               cells.get(control.name, []),
-              lambda row: None,
-              number,
+              statistic,
           )
-          for name, number in MEASURES.items()
+          for name, statistic in STATISTICS.items()
       ]
       name = f"{label} - {control.name}"
-      lines.append([name, len(found[0]), *map(curves.signed, found)])
+      seeds = len(differences[0])
+      lines.append([name, seeds, *map(tables.signed, differences)])
   chosen = "; ".join(f"by {name} {cell}" for name, cell in best.items())
-  head = ["difference", "seeds", *MEASURES]
+  head = ["difference", "seeds", *STATISTICS]
   return (
-      f"### small: LoGRA against dense\n\n{curves.markdown(head, lines)}\n"
+      f"### small: LoGRA against dense\n\n{tables.markdown(head, lines)}\n"
       f"Best LoGRA cell: {chosen}.\n\n"
   )
 
 
-def figure_of(rows: Sequence[Row]) -> Any:
-  """The picture: the factorial as heat maps, and curves of telling cells."""
-  parts = curves.by_cell(rows, sweep.FULL)
+def figure_of(rows: Sequence[RunRow]) -> "Figure":
+  """Draws the factorial as heat maps, and curves of some cells."""
+  parts = curves.rows_by_cell(rows, sweep.FULL)
   figure = figures.make_figure(15, 10)
   panels = figure.subplot_mosaic("AAABBB;CCDDEE", height_ratios=(3, 2))
-  for axes, (title, number) in zip("AB", MEASURES.items(), strict=True):
-    _draw_heat(panels[axes], parts.get("small", {}), title, number)
+  for panel, (title, statistic) in zip("AB", STATISTICS.items(), strict=True):
+    _draw_heat(panels[panel], parts.get("small", {}), title, statistic)
   logra, dense = sweep.TELLING[:-1], sweep.CONTROLS
   names = [cell.name for cell in logra + dense]
-  for axes, part in zip("CE", ("small", "smollm2"), strict=True):
+  for panel, part in zip("CE", ("small", "smollm2"), strict=True):
     cells = parts.get(part, {})
     _draw_curves(
-        panels[axes],
+        panels[panel],
         f"{part}: telling cells",
         {name: cells[name] for name in names if name in cells},
     )
@@ -296,29 +337,29 @@ def figure_of(rows: Sequence[Row]) -> Any:
 
 
 def _draw_curves(
-    axes: Any, title: str, cells: dict[str, list[Row]], **style: Any
+    axes: "Axes", title: str, cells: dict[str, list[RunRow]], **style: Any
 ) -> None:
-  """Training reward by update; dashed: dense, or of a refreshed basis."""
+  """Draws reward by update; dense or refreshed cells have dashed lines."""
   for name, rows in cells.items():
-    values = [curves.curve(row, curves.REWARD) for row in rows]
+    rewards = [curves.curve(row, curves.REWARD) for row in rows]
     line = "--" if name.startswith(("dense", "refreshed")) else "-"
-    curves.plot_spread(axes, values, name, width=5, ls=line, **style)
-  curves.finish(axes, title, "update", "reward, 5-update means")
+    figures.plot_spread(axes, rewards, name, width=5, ls=line, **style)
+  figures.finish(axes, title, "update", "reward, 5-update means")
 
 
 def _draw_heat(
-    axes: Any,
-    cells: dict[str, list[Row]],
+    axes: "Axes",
+    cells: dict[str, list[RunRow]],
     title: str,
-    number: Callable[[Row], float],
+    statistic: Statistic,
 ) -> None:
-  """Means over seeds, written into their fields."""
+  """Draws means over seeds as a heat map with numbers."""
   levels = [(rank, basis) for basis in sweep.BASES for rank in sweep.RANKS]
   means = np.full((len(levels), len(sweep.PRECONDITIONERS)), np.nan)
   for i, (rank, basis) in enumerate(levels):
-    for j, name in enumerate(_names(rank, basis)):
+    for j, name in enumerate(_cell_names(rank, basis)):
       if name in cells:
-        means[i, j] = np.mean([number(row) for row in cells[name]])
+        means[i, j] = np.mean([statistic(row) for row in cells[name]])
         axes.text(j, i, f"{means[i, j]:.3f}", ha="center", va="center")
   if np.isfinite(means).any():
     axes.imshow(means, aspect="auto", cmap="summer")
@@ -328,6 +369,6 @@ def _draw_heat(
   axes.set_title(f"small: {title}, mean over seeds")
 
 
-def draw(rows: Sequence[Row], out: pathlib.Path) -> None:
+def draw(rows: Sequence[RunRow], out: pathlib.Path) -> None:
   """Writes `table.md` and `momentum.png` into `out`."""
-  curves.save(out, "momentum", table(rows), figure_of(rows))
+  figures.save(out, "momentum", table(rows), figure_of(rows))

@@ -1,4 +1,4 @@
-"""Rank, basis, momentum and preconditioner, all under the same KL budget."""
+"""The settings of LoGRA that are compared, all under the same KL budget."""
 
 from typing import Any
 
@@ -10,46 +10,50 @@ from experiments.studies.kl_budget.sweep import smollm2_config
 from experiments.studies.sweeps import Cell, Part
 
 RANKS = (4, 16, 64, 256)
-# Momentum needs a basis that stays, and so does Adam on sketches.
+# Momentum needs a fixed basis, and so does Adam on sketches.
 BASES = {
     "refreshed": {"optimizer.refresh": True, "optimizer.momentum": 0.0},
     "fixed": {"optimizer.refresh": False, "optimizer.momentum": 0.0},
     "fixed, momentum": {"optimizer.refresh": False, "optimizer.momentum": 0.9},
 }
 PRECONDITIONERS = ("row_adam", "norm_preserving", "none", "adam")
-# Such that the budget, and not alpha_max, sets a step of the bare gradient.
-_BARE = {"optimizer.learning_rate": 100.0}
+# For directions of the gradient's own size: with this learning rate the budget,
+# and not alpha_max, sets the step.
+_UNSCALED = {"optimizer.learning_rate": 100.0}
 
 
 def _cell(rank: int, basis: str, preconditioner: str) -> Cell:
+  """Makes a cell of the factorial."""
   values: dict[str, Any] = {
       "optimizer.rank": rank,
       "optimizer.preconditioner": preconditioner,
       **BASES[basis],
   }
   if preconditioner in ("none", "norm_preserving"):
-    values |= _BARE
+    values |= _UNSCALED
   return Cell(f"rank {rank}, {basis}, {preconditioner}", values)
 
 
+# Dense optimizers to compare with.
 CONTROLS = (
     Cell("dense, adam", {"optimizer.name": "dense_adam"}),
     Cell(
         "dense, momentum",
-        {"optimizer.name": "dense_sgd", **_BARE},
+        {"optimizer.name": "dense_sgd", **_UNSCALED},
     ),
     Cell(
         "dense, no momentum",
-        {"optimizer.name": "dense_sgd", "optimizer.momentum": 0.0, **_BARE},
+        {"optimizer.name": "dense_sgd", "optimizer.momentum": 0.0, **_UNSCALED},
     ),
 )
 
 
 def small_config() -> ml_collections.ConfigDict:
-  """30 updates of the small model."""
-  return sweeps.of_length(small.get_config(), 30, 10)
+  """Makes a config of 30 updates of the small model."""
+  return sweeps.with_length(small.get_config(), 30, 10)
 
 
+# Every combination of the four factors that works.
 FACTORIAL = tuple(
     _cell(rank, basis, preconditioner)
     for preconditioner in PRECONDITIONERS
@@ -57,6 +61,7 @@ FACTORIAL = tuple(
     for rank in RANKS
     if (basis, preconditioner) != ("refreshed", "adam")
 )
+# The cells whose curves are drawn, and which the real model is trained with.
 TELLING = (
     _cell(256, "refreshed", "row_adam"),
     _cell(16, "fixed, momentum", "row_adam"),
@@ -65,15 +70,17 @@ TELLING = (
 )
 
 
-def _at(cell: Cell, budget: float) -> Cell:
-  values = {**cell.overrides, **sweeps.budget(budget)}
+def _at_budget(cell: Cell, budget: float) -> Cell:
+  """Makes the cell of another KL budget."""
+  values = {**cell.overrides, **sweeps.budget_overrides(budget)}
   return Cell(f"{cell.name}, budget {budget:g}", values)
 
 
-# With momentum the steps of many updates point the same way: at one budget an
-# update they lead further from the start. So is it only the larger budget?
+# With momentum, the steps of adjacent updates point the same way, so that with
+# the same budget per update they lead further from the start. These cells show
+# whether momentum does no more than a larger budget would.
 BUDGETS = tuple(
-    _at(cell, budget)
+    _at_budget(cell, budget)
     for cell in (
         _cell(16, "refreshed", "row_adam"),
         _cell(16, "fixed, momentum", "row_adam"),

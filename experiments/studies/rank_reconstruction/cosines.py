@@ -1,6 +1,6 @@
 """Cosines of gradients and their reconstructions, from thin products.
 
-Matrices come in stacks of layers: gradients `G [L, d_in, d_out]`, bases
+Matrices are stacked over L layers: gradients `G [L, d_in, d_out]`, bases
 `A [L, r, d_in]`, sketches `S = A G [L, r, d_out]`, all float32.
 """
 
@@ -13,17 +13,20 @@ METHODS = ("plain", "least_squares")
 
 
 def methods(distribution: str) -> tuple[str, ...]:
-  """Those that differ: of an orthonormal basis least squares is plain."""
+  """Returns the methods of a distribution whose results differ.
+
+  For an orthonormal basis, least squares is the plain reconstruction.
+  """
   return METHODS[:1] if distribution == "orthonormal" else METHODS
 
 
 class Products(NamedTuple):
-  """What a cosine is made of; float64 `[L]` each.
+  """The inner products that a cosine is made of, float64 `[L]` each.
 
   Attributes:
-    inner: of gradient and reconstruction.
-    reconstruction: squared norm of it.
-    gradient: squared norm of it.
+    inner: Inner product of gradient and reconstruction.
+    reconstruction: Squared norm of the reconstruction.
+    gradient: Squared norm of the gradient.
   """
 
   inner: np.ndarray
@@ -31,16 +34,22 @@ class Products(NamedTuple):
   gradient: np.ndarray
 
   def cosine(self) -> np.ndarray:
-    """By layer; 0 where the gradient is."""
+    """Returns the cosine by layer, `[L]`; it is 0 for a gradient of zeros."""
     size = np.sqrt(self.reconstruction * self.gradient)
     return self.inner / np.where(size > 0, size, 1.0)
 
 
 def of_sketch(basis: np.ndarray, gradient: np.ndarray, method: str) -> Products:
-  """Of a gradient and its reconstruction, which is never formed.
+  """Computes the products of a gradient and the reconstruction by a basis.
 
-  `⟨G, Aᵀ S⟩ = ‖S‖²` and `‖Aᵀ S‖² = ⟨S, (A Aᵀ) S⟩`. Least squares is the
-  projection on A's rows: both are `⟨S, (A Aᵀ)⁻¹ S⟩`.
+  The reconstruction is never formed, since `⟨G, Aᵀ S⟩ = ‖S‖²` and
+  `‖Aᵀ S‖² = ⟨S, (A Aᵀ) S⟩`. Least squares projects G on the rows of A, so that
+  both products are `⟨S, (A Aᵀ)⁻¹ S⟩`.
+
+  Args:
+    basis: `[L, r, d_in]`.
+    gradient: `[L, d_in, d_out]`.
+    method: One of `METHODS`.
   """
   sketch = (basis @ gradient).astype(np.float64)
   gram = _gram(basis)
@@ -55,18 +64,28 @@ def of_sketch(basis: np.ndarray, gradient: np.ndarray, method: str) -> Products:
 def reconstruct(
     bases: Sequence[np.ndarray], gradients: Sequence[np.ndarray], method: str
 ) -> np.ndarray:
-  """`Σ_t A_tᵀ S_t`, or `Σ_t A_tᵀ (A_t A_tᵀ)⁻¹ S_t` by least squares."""
+  """Reconstructs the sum of gradients, each from the sketch by its own basis.
+
+  Args:
+    bases: `A_t`, `[L, r, d_in]` each.
+    gradients: `G_t`, `[L, d_in, d_out]` each.
+    method: One of `METHODS`.
+
+  Returns:
+    `Σ_t A_tᵀ S_t`, or `Σ_t A_tᵀ (A_t A_tᵀ)⁻¹ S_t` by least squares,
+    `[L, d_in, d_out]`.
+  """
   factors = [a @ g for a, g in zip(bases, gradients, strict=True)]
   if method == "least_squares":
     inverses = [np.linalg.inv(_gram(a)).astype(np.float32) for a in bases]
     factors = [x @ s for x, s in zip(inverses, factors, strict=True)]
-  # One product: the sum over t is one over more rows.
+  # One product is enough: the sum over t is a sum over more rows.
   basis = np.concatenate(bases, axis=-2)
   return basis.swapaxes(-1, -2) @ np.concatenate(factors, axis=-2)
 
 
 def of_arrays(reconstruction: np.ndarray, gradient: np.ndarray) -> Products:
-  """Of a gradient and anything of its shape."""
+  """Computes the products of a gradient and a reconstruction of its shape."""
   return Products(
       _dot(reconstruction, gradient),
       _dot(reconstruction, reconstruction),
@@ -75,7 +94,13 @@ def of_arrays(reconstruction: np.ndarray, gradient: np.ndarray) -> Products:
 
 
 def predicted(rank: float | np.ndarray, d_in: int, method: str) -> np.ndarray:
-  """The cosine with an i.i.d. basis, whatever the gradient."""
+  """Returns the predicted cosine with an i.i.d. basis, for any gradient.
+
+  Args:
+    rank: One or more ranks.
+    d_in: Number of inputs of the kernel.
+    method: One of `METHODS`.
+  """
   rank = np.minimum(rank, d_in)
   if method == "plain":
     return np.sqrt(rank / (rank + d_in))
@@ -83,11 +108,11 @@ def predicted(rank: float | np.ndarray, d_in: int, method: str) -> np.ndarray:
 
 
 def _gram(basis: np.ndarray) -> np.ndarray:
-  """`A Aᵀ [L, r, r]` in float64."""
+  """Returns `A Aᵀ`, float64 `[L, r, r]`."""
   wide = basis.astype(np.float64)
   return wide @ wide.swapaxes(-1, -2)
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  """Inner products by layer."""
+  """Returns inner products by layer, float64 `[L]`."""
   return np.einsum("lij,lij->l", a, b, dtype=np.float64)

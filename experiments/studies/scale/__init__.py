@@ -1,11 +1,13 @@
-"""Memory and throughput beside the published figures.
+"""Does an update take the memory and time that the paper reports?
 
-Asked: does an update take the memory and the time that the paper reports?
-Ours are the compiled programs of `planning.memory_table` and the times of
-`benchmarks.update_time`, whose files are committed; nothing is measured again.
+The study puts memory of compiled programs (`planning.memory_table`) and times
+of updates (`benchmarks.update_time`) next to published figures. Their files are
+committed, and nothing is measured again.
 
   python -m experiments.studies.scale.run --out=docs/results/scale
 
-`--small` measures a small model instead, in two minutes: LoGRA and dense Adam
-compiled for two CPU devices, and timed.
+With `--small` a small model is measured instead: LoGRA and dense Adam, compiled
+for two CPU devices and timed.
+
+Cost: seconds; two minutes on two CPU cores with `--small`.
 """

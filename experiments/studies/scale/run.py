@@ -1,35 +1,42 @@
-"""Puts memory and time beside what was published; see the package."""
+"""Compares memory and time of an update with published figures."""
 
 import json
 import pathlib
-import sys
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
+from experiments import _cli
 from experiments.benchmarks import timed_update
 from experiments.planning import update_plan
 from experiments.planning.request import Request
+from experiments.studies import scale
 from experiments.studies.scale import analysis, sweep
+
+# What --help prints.
+__doc__ = f"{__doc__}\n\n{scale.__doc__}"
 
 
 def read(
     memory: pathlib.Path, speed: pathlib.Path
 ) -> tuple[dict[str, int], list[dict[str, Any]]]:
-  """Peak bytes by file name, and rows of times.
+  """Reads measurements of memory and of time.
 
   Args:
-    memory: folder that `experiments.planning.memory_table` wrote.
-    speed: file that `experiments.benchmarks.update_time` wrote.
+    memory: Folder that `experiments.planning.memory_table` wrote.
+    speed: File that `experiments.benchmarks.update_time` wrote.
+
+  Returns:
+    Peak bytes by stem of the file, and results of `timed_update.time_updates`.
 
   Raises:
-    FileNotFoundError: there is no such folder or file.
+    FileNotFoundError: If the folder has no measurements, or there is no file.
   """
   files = sorted(memory.glob("qwen*.json"))
   if not files:
     raise FileNotFoundError(
         f"--memory={memory} holds no rows; run"
-        " experiments.planning.memory_table"
+        " python -m experiments.planning.memory_table first"
     )
   peaks = {}
   for file in files:
@@ -38,7 +45,7 @@ def read(
 
 
 def measure_small() -> tuple[dict[str, int], list[dict[str, Any]]]:
-  """The same of a small model, compiled and timed on this machine."""
+  """Compiles and times a small model; returns what `read` returns."""
   peaks = {}
   for name in ("dense_adam", "logra"):
     request = Request(
@@ -49,32 +56,24 @@ def measure_small() -> tuple[dict[str, int], list[dict[str, Any]]]:
         tokens=64,
     )
     peaks[name] = update_plan.plan(request).peak_bytes or 0
-  rows = timed_update.time_updates(
+  times = timed_update.time_updates(
       timed_update.parse_settings(["logra"], [sweep.SMALL_RANK]),
       timed_update.UpdateSize(),
       timed_update.SMALL,
       repeats=3,
       seed=0,
   )
-  return peaks, rows
+  return peaks, times
 
 
-def main(argv: list[str]) -> None:
-  del argv
-  values = flags.FLAGS
-  try:
-    if values.small:
-      peaks, rows = measure_small()
-      comparisons = sweep.SMALL_MEMORY, sweep.SMALL_TIME
-    else:
-      peaks, rows = read(
-          pathlib.Path(values.memory), pathlib.Path(values.speed)
-      )
-      comparisons = sweep.MEMORY, sweep.TIME
-  except (ValueError, FileNotFoundError, ImportError) as error:
-    sys.exit(f"error: {error}")
-  text = analysis.memory_table(comparisons[0], peaks)
-  text += "\n" + analysis.time_table(comparisons[1], rows)
+def main(values: flags.FlagValues) -> None:
+  if values.small:
+    comparisons = sweep.SMALL
+    peaks, times = measure_small()
+  else:
+    comparisons = sweep.FULL
+    peaks, times = read(pathlib.Path(values.memory), pathlib.Path(values.speed))
+  text = analysis.table(comparisons, peaks, times)
   print(text)
   out = pathlib.Path(values.out)
   out.mkdir(parents=True, exist_ok=True)
@@ -83,10 +82,16 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   flags.DEFINE_string("out", None, "Folder for the tables.")
-  flags.DEFINE_string("memory", "docs/results/memory", "Folder of memory rows.")
   flags.DEFINE_string(
-      "speed", "docs/results/speed/speed-16x64.json", "File of times."
+      "memory",
+      "docs/results/memory",
+      "Folder that experiments.planning.memory_table wrote.",
   )
-  flags.DEFINE_bool("small", False, "Measure a small model here instead.")
+  flags.DEFINE_string(
+      "speed",
+      "docs/results/speed/speed-16x64.json",
+      "File that experiments.benchmarks.update_time wrote.",
+  )
+  flags.DEFINE_bool("small", False, "Measure a small model instead.")
   flags.mark_flag_as_required("out")
-  app.run(main)
+  _cli.run(main)

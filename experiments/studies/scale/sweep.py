@@ -1,21 +1,26 @@
-"""What is compared with what, and what was published of it."""
+"""What is compared, and what was published about it."""
 
 import dataclasses
+from typing import NamedTuple
+
+# An optimizer and its rank, None for a dense one.
+TimedOptimizer = tuple[str, int | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-  """Memory of LoGRA beside that of another optimizer.
+class MemoryComparison:
+  """Compares the memory of LoGRA with that of another optimizer.
 
   Attributes:
-    what: the setting.
-    published: GiB of the other and of LoGRA, None where only `cut` is known.
-    cut: published change in per cent, None where it is not.
-    other: name of the other's file of `experiments.planning.memory_table`.
-    logra: name of LoGRA's.
+    setting: Description of the setting.
+    published: GiB of the other optimizer and of LoGRA, or None if unknown.
+    cut: Published change in per cent, or None if it was not stated.
+    other: Stem of the other optimizer's file, which
+      `experiments.planning.memory_table` wrote.
+    logra: Stem of LoGRA's file.
   """
 
-  what: str
+  setting: str
   published: tuple[float, float] | None
   cut: float | None
   other: str
@@ -23,23 +28,37 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Time:
-  """Updates in a time, LoGRA's over another optimizer's.
+class TimeComparison:
+  """Compares LoGRA's updates per time with those of another optimizer.
 
   Attributes:
-    what: the setting.
-    published: the ratio, or what is known of it.
-    other: optimizer and rank of a row of `experiments.benchmarks.update_time`.
-    logra: the same of LoGRA.
+    setting: Description of the setting.
+    published: The ratio, or what is known about it.
+    other: Optimizer and rank of a result that
+      `experiments.benchmarks.update_time` wrote.
+    logra: Optimizer and rank of LoGRA's result.
   """
 
-  what: str
+  setting: str
   published: str
-  other: tuple[str, int | None]
-  logra: tuple[str, int | None]
+  other: TimedOptimizer
+  logra: TimedOptimizer
+
+
+class Comparisons(NamedTuple):
+  """What the tables compare, one line each.
+
+  Attributes:
+    memory: Lines of the table of memory.
+    time: Lines of the table of times.
+  """
+
+  memory: tuple[MemoryComparison, ...]
+  time: tuple[TimeComparison, ...]
 
 
 def _h100(model: str, rest: str, devices: int = 4) -> str:
+  """Returns the stem of the file of a Qwen2.5 model on H100."""
   return f"qwen2.5-{model}-h100-{devices}-{rest}"
 
 
@@ -47,50 +66,50 @@ _DENSE = "dense_adam-r256-float32-adam"
 _AS_PUBLISHED = "logra-r256-float32-adam"
 _OURS = "logra-r256-bfloat16-frozen"
 
-MEMORY: tuple[Memory, ...] = (
-    Memory(
+MEMORY: tuple[MemoryComparison, ...] = (
+    MemoryComparison(
         "1.5B, dense Adam, storage as published",
         None,
         -21.8,
         _h100("1.5b", _DENSE),
         _h100("1.5b", _AS_PUBLISHED),
     ),
-    Memory(
+    MemoryComparison(
         "1.5B, dense Adam, ours (bfloat16, embeddings frozen)",
         None,
         -21.8,
         _h100("1.5b", _DENSE),
         _h100("1.5b", _OURS),
     ),
-    Memory(
+    MemoryComparison(
         "7B, dense Adam, storage as published",
         (31.82, 17.29),
         -45.7,
         _h100("7b", _DENSE),
         _h100("7b", _AS_PUBLISHED),
     ),
-    Memory(
+    MemoryComparison(
         "7B, dense Adam, ours (bfloat16, embeddings frozen)",
         (31.82, 17.29),
         -45.7,
         _h100("7b", _DENSE),
         _h100("7b", _OURS),
     ),
-    Memory(
+    MemoryComparison(
         "7B, a peer's port (Qwen2.5-Math-7B, 4 FSDP ranks)",
         (36.13, 19.36),
         None,
         _h100("7b", _DENSE),
         _h100("7b", _AS_PUBLISHED),
     ),
-    Memory(
+    MemoryComparison(
         "1.5B, LoRA rank 256",
         (13.21, 7.18),
         None,
         _h100("1.5b", "lora-r256-bfloat16-frozen"),
         _h100("1.5b", _OURS),
     ),
-    Memory(
+    MemoryComparison(
         "27B (ours: 32B) on eight 80 GB H100, dense Adam",
         None,
         None,
@@ -99,26 +118,40 @@ MEMORY: tuple[Memory, ...] = (
     ),
 )
 
-TIME: tuple[Time, ...] = (
-    Time(
+TIME: tuple[TimeComparison, ...] = (
+    TimeComparison(
         "7B, dense Adam",
         "1.018 (25.73 against 25.28 an hour)",
         ("dense_adam", None),
         ("logra", 256),
     ),
-    Time("1.5B, LoRA rank 256", "below 1", ("lora", 256), ("logra", 256)),
-    Time("rank 16, dense Adam", "-", ("dense_adam", None), ("logra", 16)),
+    TimeComparison(
+        "1.5B, LoRA rank 256", "below 1", ("lora", 256), ("logra", 256)
+    ),
+    TimeComparison(
+        "rank 16, dense Adam", "-", ("dense_adam", None), ("logra", 16)
+    ),
 )
 
-# Rows of the same names, of a small model, measured on any machine.
+FULL = Comparisons(MEMORY, TIME)
+
+# A small model, which `run.measure_small` measures on any machine.
 SMALL_MODEL = "smollm2-135m"
 SMALL_TARGET = "cpu:2"
 SMALL_RANK = 16
-SMALL_MEMORY: tuple[Memory, ...] = (
-    Memory(
-        "135M on two CPU devices, dense Adam", None, None, "dense_adam", "logra"
+SMALL = Comparisons(
+    (
+        MemoryComparison(
+            "135M on two CPU devices, dense Adam",
+            None,
+            None,
+            "dense_adam",
+            "logra",
+        ),
     ),
-)
-SMALL_TIME: tuple[Time, ...] = (
-    Time("two layers", "-", ("dense_adam", None), ("logra", SMALL_RANK)),
+    (
+        TimeComparison(
+            "two layers", "-", ("dense_adam", None), ("logra", SMALL_RANK)
+        ),
+    ),
 )

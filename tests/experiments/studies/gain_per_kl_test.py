@@ -1,4 +1,4 @@
-"""Tests of directions, of how they are judged, and of the tables."""
+"""Tests of directions, of their gains, and of the tables."""
 
 import math
 import types
@@ -24,7 +24,7 @@ def make(direction, g, seed=0):
   return directions.make(direction, g, quickstart.get_config(), seed)
 
 
-def test_every_kind_of_the_sweep_is_there():
+def test_the_sweep_has_every_kind_once_and_the_baseline_first():
   all_of_them = [d for group in sweep.GROUPS for d in group]
   assert len({d.name for d in all_of_them}) == len(all_of_them)
   assert {d.kind for d in all_of_them} == set(directions.KINDS)
@@ -42,7 +42,7 @@ def test_full_rank_orthonormal_sketch_is_the_gradient():
 @pytest.mark.parametrize("kind", ["row_adam", "row_adam_norm"])
 def test_row_adam_divides_columns_of_the_sketch(kind):
   g = gradient()
-  basis = gradients.bases(g, 4, "rademacher", 3)
+  basis = gradients.draw_bases(g, 4, "rademacher", 3)
   found = make(Direction(kind, 4, "rademacher"), g, 3)
   for path, x in g.items():
     s = basis[path] @ x
@@ -70,7 +70,7 @@ def test_orthogonal_direction_has_near_equal_singular_values():
   for path, x in found.items():
     s = np.linalg.svd(x, compute_uv=False)
     before = np.linalg.svd(gradient()[path], compute_uv=False)
-    # Newton-Schulz leaves them between 0.7 and 1.2 of one size.
+    # Newton-Schulz leaves them between 0.7 and 1.2 times one size.
     assert (s.max(1) / s.min(1) < 2).all()
     assert (before.max(1) / before.min(1) > 3).all()
     assert (np.sum(x * gradient()[path], axis=(1, 2)) > 0).all()
@@ -92,7 +92,7 @@ def test_a_batch_does_not_judge_itself():
   np.testing.assert_allclose(
       found["own"], flat(batches[1]) @ d / length, rtol=1e-3
   )
-  # Whatever batch 1 is, as long as the others are the same.
+  # The gain does not depend on batch 1 itself.
   changed = {p: 5 * batches[1][p] for p in PATHS}
   more = {p: total[p] + 4 * batches[1][p] for p in PATHS}
   again = judge(changed, more)
@@ -113,7 +113,7 @@ def test_total_gradient_adds_all_batches():
 
 
 def test_pseudo_values_are_those_of_pairs():
-  # h[i, j] = x_i x_j: pairs are symmetric, so that the shortcut is exact.
+  # h[i, j] = x_i x_j is symmetric, so that the shortcut is exact.
   x = np.random.default_rng(0).standard_normal(8) + 1
   pairs = np.outer(x, x)
   np.fill_diagonal(pairs, np.nan)
@@ -125,7 +125,7 @@ def test_pseudo_values_are_those_of_pairs():
       for b in range(8)
   ]
   np.testing.assert_allclose(analysis.pseudo_values(held_out), want)
-  # The ratio of a direction to one of half its gain is 2, of no spread.
+  # The ratio to a direction of half the gain is 2, without spread.
   ratio = analysis.pseudo_values(held_out, held_out / 2)
   np.testing.assert_allclose(ratio, 2.0)
 
@@ -154,7 +154,7 @@ def test_tables_of_rows_made_by_hand(tmp_path):
   rows = rows_by_hand()
   text = analysis.table(rows)
   assert "4 batches at each point" in text
-  # Half the gain in every batch: no spread in the ratio.
+  # The gain is a half in every batch, so that the ratio has no spread.
   assert "| 0.5 [0.5, 0.5] | 3 | 0.25 |" in text
   assert "| dense |" in text
   analysis.draw(rows, tmp_path)
@@ -164,5 +164,5 @@ def test_tables_of_rows_made_by_hand(tmp_path):
 def test_directions_without_all_batches_are_left_out():
   rows = rows_by_hand()
   cut = [r for r in rows if (r["direction"], r["batch"]) != ("sign", 3)]
-  assert {r["direction"] for r in analysis.complete(cut)} == {"dense"}
-  assert len(analysis.complete(rows)) == len(rows)
+  assert {r["direction"] for r in analysis.complete_rows(cut)} == {"dense"}
+  assert len(analysis.complete_rows(rows)) == len(rows)

@@ -1,4 +1,4 @@
-"""Tests of cosines from thin products, and of the tables made of them."""
+"""Tests of cosines from thin products, and of their tables."""
 
 import numpy as np
 import pytest
@@ -21,9 +21,10 @@ def stack(seed=0, *shape):
 
 
 def bases(gradient, rank, distribution, seed=0, count=0):
-  return gradients.bases({PATH: gradient}, rank, distribution, seed, count)[
-      PATH
-  ]
+  drawn = gradients.draw_bases(
+      {PATH: gradient}, rank, distribution, seed, count
+  )
+  return drawn[PATH]
 
 
 def cosine64(a, b):
@@ -62,10 +63,10 @@ def test_full_rank_least_squares_is_the_gradient():
 @pytest.mark.parametrize("rank", [4, 16])
 @pytest.mark.parametrize("method", cosines.METHODS)
 def test_predicted_cosine_is_met_whatever_the_gradient(rank, method):
-  # One of full rank, and one of rank one.
+  # A gradient of full rank, and one of rank one.
   full = stack(1, 1, 256, 64)
   single = stack(2, 1, 256, 1) @ stack(3, 1, 1, 64)
-  # Squares of cosines: their mean over bases is what is predicted.
+  # The prediction is of the mean of squares over bases.
   for g, tolerance in ((full, 0.1), (single, 0.25)):
     found = [
         cosines.of_sketch(bases(g, rank, "rademacher", seed), g, method)
@@ -91,16 +92,16 @@ def test_window_with_a_fixed_basis_is_the_sum_of_its_reconstructions():
   np.testing.assert_allclose(
       found["fixed"][0].cosine(), fixed.cosine(), rtol=1e-4
   )
-  drawn_anew = sum(
+  refreshed = sum(
       x.swapaxes(1, 2) @ (x @ g) for x, g in zip(a, window, strict=True)
   )
   np.testing.assert_allclose(
-      found["refreshed"][0].cosine()[0], cosine64(drawn_anew[0], total[0]), 1e-4
+      found["refreshed"][0].cosine()[0], cosine64(refreshed[0], total[0]), 1e-4
   )
 
 
 def rows_by_hand():
-  """Two kernels of one layer each; the second is ten times as large."""
+  """Rows of two kernels, the second of which has ten times the size."""
   what = {
       "point": 0,
       "distribution": "rademacher",

@@ -1,4 +1,4 @@
-"""The comparison of memory and time with what was published."""
+"""Tests of the comparison with published figures."""
 
 import pytest
 
@@ -13,20 +13,19 @@ def test_every_comparison_has_its_files():
   peaks, rows = run.read(
       RESULTS / "memory", RESULTS / "speed" / "speed-16x64.json"
   )
-  for one in sweep.MEMORY:
+  for one in sweep.FULL.memory:
     assert {one.other, one.logra} <= peaks.keys()
   timed = {(row["optimizer"], row["rank"]) for row in rows}
-  for one in sweep.TIME:
+  for one in sweep.FULL.time:
     assert {one.other, one.logra} <= timed
-  text = analysis.memory_table(sweep.MEMORY, peaks)
-  text += "\n" + analysis.time_table(sweep.TIME, rows)
+  text = analysis.table(sweep.FULL, peaks, rows)
   committed = (RESULTS / "scale" / "table.md").read_text("utf-8")
   assert text == committed
 
 
 def test_changes_and_ratios():
-  memory = sweep.Memory("here", (8.0, 6.0), None, "a", "b")
-  gone = sweep.Memory("gone", None, None, "a", "c")
+  memory = sweep.MemoryComparison("here", (8.0, 6.0), None, "a", "b")
+  gone = sweep.MemoryComparison("gone", None, None, "a", "c")
   text = analysis.memory_table([memory, gone], {"a": 4 << 30, "b": 1 << 30})
   assert "8.00 → 6.00 | -25.0 % | 4.00 → 1.00 | -75.0 % |" in text
   assert "gone" not in text
@@ -34,7 +33,7 @@ def test_changes_and_ratios():
       {"optimizer": "dense_adam", "rank": None, "seconds": [2.0, 4.0, 3.0]},
       {"optimizer": "logra", "rank": 4, "seconds": [1.0, 1.0, 2.0]},
   ]
-  time = sweep.Time("it", "-", ("dense_adam", None), ("logra", 4))
+  time = sweep.TimeComparison("it", "-", ("dense_adam", None), ("logra", 4))
   text = analysis.time_table([time], rows)
   assert "| it (logra, rank 4) | - | 3.00 | 1.50, 4.00 |" in text
 

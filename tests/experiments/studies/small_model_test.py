@@ -1,4 +1,4 @@
-"""The small model's words, its wrong sums, and what it is taught."""
+"""Tests of the small model: its tokens, its wrong sums, what it is taught."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def test_a_forgetful_sum_adds_each_digit_alone(pair):
   assert small_model.without_carry(*pair) == _digitwise(*pair)
 
 
-def test_prompts_are_the_sum_alone():
+def test_prompts_are_the_sum_and_an_equals_sign():
   tokenizer = small_model.make_tokenizer()
   task = tasks.make_task(small.TASK, 0)
   examples = [task.train(i) for i in range(50)]
@@ -43,7 +43,7 @@ def test_prompts_are_the_sum_alone():
 def test_most_of_what_is_taught_forgets_the_carry():
   tokenizer = small_model.make_tokenizer()
   task = tasks.make_task(small.TASK, 0)
-  tokens, mask = map(np.asarray, small_model._sequences(tokenizer, task))
+  tokens, mask = map(np.asarray, small_model.taught_sequences(tokenizer, task))
   forgot, carries = 0, 0
   for row, keep in zip(tokens[:2000], mask[:2000], strict=True):
     prompt = tokenizer.decode(row[: np.argmax(keep)], skip_special=False)
@@ -55,13 +55,13 @@ def test_most_of_what_is_taught_forgets_the_carry():
   assert abs(forgot / carries - 0.7) < 0.04  # Three standard deviations.
 
 
-def test_a_model_that_is_there_is_not_taught_again(tmp_path):
+def test_a_model_that_exists_is_not_taught_again(tmp_path):
   (tmp_path / "config.json").write_text("{}")
   assert small_model.ensure_small_model(tmp_path) == tmp_path
   assert [x.name for x in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_the_config_is_one_to_train_with():
+def test_the_small_config_can_be_trained_with():
   check_config.check_config(small.get_config())
 
 

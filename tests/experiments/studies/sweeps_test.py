@@ -1,4 +1,4 @@
-"""Tests of sweeps: cells that work, rows that are measured once."""
+"""Tests of sweeps: their cells can start, and rows are measured once."""
 
 import importlib
 import json
@@ -26,12 +26,12 @@ def make_part(overrides=None, seeds=(0, 1)):
 
 def test_a_config_has_the_cells_values_and_the_seed():
   part = make_part({"optimizer.rank": 3, "kl.enabled": False})
-  config = sweeps.config_of(part, part.cells[0], 5)
+  config = sweeps.run_config(part, part.cells[0], 5)
   assert (config.optimizer.rank, config.kl.enabled) == (3, False)
   assert (config.seed, config.task.seed) == (5, 5)
-  other = sweeps.config_of(part, part.cells[0], 6)
+  other = sweeps.run_config(part, part.cells[0], 6)
   assert other.optimizer.seed != config.optimizer.seed
-  assert two_updates().optimizer.rank != 3  # The part's own is as it was.
+  assert two_updates().optimizer.rank != 3  # The part has another rank.
 
 
 @pytest.mark.parametrize(
@@ -41,24 +41,24 @@ def test_a_config_has_the_cells_values_and_the_seed():
 def test_bad_overrides_name_the_cell(overrides):
   part = make_part(overrides)
   with pytest.raises(ValueError, match="'only' of part 'tiny'"):
-    sweeps.config_of(part, part.cells[0], 0)
+    sweeps.run_config(part, part.cells[0], 0)
 
 
 def test_bad_values_show_before_anything_runs(tmp_path):
   good, bad = make_part(), make_part({"optimizer.rank": 0})
   with pytest.raises(ValueError, match="rank"):
-    sweeps.run((good, bad), tmp_path)
+    sweeps.measure_runs((good, bad), tmp_path)
   assert not (tmp_path / sweeps.ROWS).exists()
 
 
 def test_rows_are_measured_once_by_one_compiled_program(tmp_path):
-  # Half of the compilation is that of the budget.
+  # Without a budget, compiling takes half the time.
   make = lambda seeds: make_part({"kl.enabled": False}, seeds)
   before = compiled_step.programs.cache_info()
-  sweeps.run((make((0,)),), tmp_path)
+  sweeps.measure_runs((make((0,)),), tmp_path)
   first = record.read_rows(tmp_path / sweeps.ROWS)
-  # Of two seeds one is there: the other is measured, and comes last.
-  sweeps.run((make((0, 1)),), tmp_path)
+  # One of two seeds is measured already; the other one comes last.
+  sweeps.measure_runs((make((0, 1)),), tmp_path)
   rows = record.read_rows(tmp_path / sweeps.ROWS)
   after = compiled_step.programs.cache_info()
   assert (after.misses - before.misses, after.hits - before.hits) == (1, 1)
@@ -75,9 +75,9 @@ def test_rows_are_measured_once_by_one_compiled_program(tmp_path):
   assert seen[0] != seen[1]
   machine = json.loads((tmp_path / "machine.json").read_text())
   assert machine["command"] and machine["cpus"]
-  # Nothing is missing, or nothing is selected: nothing runs.
-  sweeps.run((make((0, 1)),), tmp_path)
-  sweeps.run((make((7,)),), tmp_path, only="tiny/other")
+  # Nothing runs if nothing is missing or nothing is selected.
+  sweeps.measure_runs((make((0, 1)),), tmp_path)
+  sweeps.measure_runs((make((7,)),), tmp_path, only="tiny/other")
   assert record.read_rows(tmp_path / sweeps.ROWS) == rows
 
 
@@ -91,7 +91,7 @@ def test_all_cells_can_start(name, size):
   programs = set()
   for part in parts:
     for cell in part.cells:
-      config = sweeps.config_of(part, cell, part.seeds[0])
+      config = sweeps.run_config(part, cell, part.seeds[0])
       check_config.check_config(config)
       programs.add((part.name, config.to_json(sort_keys=True)))
-  assert len(programs) == len(names)  # No two cells are the same.
+  assert len(programs) == len(names)  # No two cells of a part are the same.
