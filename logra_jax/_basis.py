@@ -3,7 +3,7 @@
 A basis is a pure function of a key, so every device, every process and every
 later pass (backward, probe, merge) draws the same one. Its entries have
 variance `1 / rank`. Hence `E[Aᵀ A] = I`, and `Aᵀ (A G)` is an unbiased
-estimate of `G`.
+estimate of `G`. A basis of full rank is the identity: then `Aᵀ (A G) = G`.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ def _rademacher(key: jax.Array, rank: int, d_in: int) -> jax.Array:
   """Draws signs ±1 from one random bit each, 1/32 the cost of a float."""
   words = -(-d_in // _WORD)
   bits = jax.random.bits(key, (rank, words), jnp.uint32)
-  bits = (bits[..., None] >> jnp.arange(_WORD, dtype=jnp.uint32)) & 1
+  shifts = jnp.arange(_WORD, dtype=jnp.uint32).reshape(1, 1, _WORD)
+  bits = (bits[..., None] >> shifts) & 1
   bits = bits.reshape(rank, words * _WORD)[:, :d_in]
   return 1.0 - 2.0 * bits.astype(jnp.float32)
 
@@ -71,6 +72,9 @@ def _rows(
     key_data: jax.Array, rank: int, d_in: int, distribution: str
 ) -> jax.Array:
   """Draws `√rank · A`, `[*batch, rank, d_in]` float32."""
+  if rank >= d_in:  # A full basis is the identity, and sketches are exact.
+    rows = math.sqrt(rank) * jnp.eye(rank, d_in, dtype=jnp.float32)
+    return jnp.broadcast_to(rows, (*key_data.shape[:-1], rank, d_in))
   if key_data.ndim > 1:
     return jax.vmap(lambda k: _rows(k, rank, d_in, distribution))(key_data)
   key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
@@ -95,17 +99,27 @@ def draw(
 
 
 def project(
-    x: jax.Array, key_data: jax.Array, rank: int, distribution: str
+    x: jax.Array,
+    key_data: jax.Array,
+    rank: int,
+    distribution: str,
+    precision: lax.PrecisionLike = None,
 ) -> jax.Array:
   """Computes `X Aᵀ [*batch, N, rank]` in the dtype of `x [*batch, N, d_in]`.
 
   The product is divided by √rank afterwards, in float32, because the unscaled
   rows of a Rademacher basis are exact in every float dtype.
   """
+  if rank == x.shape[-1]:
+    return x
   rows = _rows(key_data, rank, x.shape[-1], distribution).astype(x.dtype)
   # [*batch, N, rank] = [*batch, N, d_in] @ [*batch, rank, d_in]ᵀ
   y = jnp.einsum(
-      "...ni,...ri->...nr", x, rows, preferred_element_type=jnp.float32
+      "...ni,...ri->...nr",
+      x,
+      rows,
+      precision=precision,
+      preferred_element_type=jnp.float32,
   )
   return (y / math.sqrt(rank)).astype(x.dtype)
 

@@ -152,6 +152,14 @@ def cast_in_place(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
   return x if x.dtype == dtype else lax.optimization_barrier(x).astype(dtype)
 
 
+def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+  """The dtype for sums of numbers of a dtype: float64 for its own, or float32.
+
+  Unlike `jnp.promote_types` it also works with strict dtype promotion.
+  """
+  return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
   """The static arguments of one application of a sketched kernel."""
@@ -186,7 +194,9 @@ class _Call:
   def project(self, x: jax.Array, key: jax.Array) -> jax.Array:
     """Computes `X Aᵀ [*batch, N, rank]`."""
     target = self.target
-    return _basis.project(self.rows(x), key, target.rank, target.distribution)
+    return _basis.project(
+        self.rows(x), key, target.rank, target.distribution, self.precision
+    )
 
 
 @jax.tree_util.register_static
@@ -247,6 +257,7 @@ def _sketched_dot_bwd(call, residuals, cotangent):
       "...nr,...no->...ro",
       projected,
       rows,
+      precision=call.precision,
       preferred_element_type=jnp.float32,
       out_sharding=_sketch_sharding(kernel, call.target),
   )
@@ -269,10 +280,15 @@ def _perturbed_dot_jvp(call, primals, tangents):
   y = call.dot(x, kernel)
   # [*batch, N, d_out] = [*batch, N, rank] @ [*batch, rank, d_out]
   moved = jnp.einsum(
-      "...nr,...ro->...no", call.project(x, key), factor.astype(call.x_dtype)
+      "...nr,...ro->...no",
+      call.project(x, key),
+      factor.astype(call.x_dtype),
+      precision=call.precision,
   ).reshape(y.shape)
   along = lambda s: s.reshape(s.shape + (1,) * (y.ndim - s.ndim))
-  y_dot = along(step_dot) * (moved + along(decay) * y)
+  wide = lambda x: x.astype(accumulation_dtype(y.dtype))
+  step, decay = wide(along(step_dot)), wide(along(decay))
+  y_dot = step * (wide(moved) + decay * wide(y))
   return y, call.dot(x_dot, kernel) + y_dot.astype(y.dtype)
 
 

@@ -1,5 +1,6 @@
 """`kl_budget`: an optax transformation that sizes a step by its KL."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +72,8 @@ def cosine_budget(
   """
   _check_positive("init_value", init_value)
   _check_positive("end_value", end_value)
-  if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+  whole = isinstance(steps, (int, np.integer)) and not isinstance(steps, bool)
+  if not whole or steps < 1:
     raise ValueError(f"steps={steps!r} must be a positive int")
   return optax.cosine_decay_schedule(
       init_value, steps, alpha=end_value / init_value
@@ -85,6 +87,16 @@ def _descend(update: Any) -> Any:
   return optax.tree.scale(jnp.where(update.scale > 0, -1.0, 1.0), update)
 
 
+def _moves(updates: optax.Updates) -> jax.Array:
+  """Returns a bool scalar: whether any update is not zero."""
+  values = [
+      update.value if isinstance(update, _state.Update) else update
+      for update in jax.tree.leaves(updates, is_leaf=_state.is_update)
+  ]
+  moved = [jnp.any(x != 0) for x in values if x is not None]
+  return functools.reduce(jnp.logical_or, moved, jnp.bool_(False))
+
+
 def _mismatch_mean(mean: jax.Array, gap: jax.typing.ArrayLike) -> jax.Array:
   """Updates the running mean with a gap, unless the result is not finite."""
   gap = jnp.maximum(jnp.asarray(gap, jnp.float32), 0.0)
@@ -95,7 +107,7 @@ def _mismatch_mean(mean: jax.Array, gap: jax.typing.ArrayLike) -> jax.Array:
 def _alpha(
     limit: jax.Array, predicted: jax.Array, alpha_max: jax.typing.ArrayLike
 ) -> jax.Array:
-  """Returns `min(alpha_max, √(limit / predicted))`, or 1 if nothing moves."""
+  """Returns `min(alpha_max, √(limit / predicted))`, and 1 for a KL of 0."""
   # Divide the roots: limit / predicted underflows for a huge prediction.
   root = jnp.sqrt(jnp.where(predicted > 0, predicted, 1.0))
   alpha = jnp.minimum(jnp.sqrt(limit) / root, alpha_max)
@@ -117,7 +129,7 @@ def kl_budget(
     budget: jax.typing.ArrayLike | optax.Schedule,
     inner: optax.GradientTransformation | None = None,
     *,
-    alpha_max: jax.typing.ArrayLike = 3.0,
+    alpha_max: jax.typing.ArrayLike | optax.Schedule = 3.0,
 ) -> optax.GradientTransformationExtraArgs:
   """Rescales an update so that the policy moves by a given KL divergence.
 
@@ -133,12 +145,18 @@ def kl_budget(
 
   | case | result |
   |---|---|
-  | the predicted KL is 0 | α = 1 |
+  | the update is zero | α = 1 |
+  | the predicted KL of a non-zero update is 0 | the step is skipped |
   | the predicted KL is NaN, infinite or negative | the step is skipped |
   | an update or, with `inner`, a gradient is not finite | the step is skipped |
   | a scheduled budget is NaN or negative | the step is skipped |
+  | a scheduled budget is 0 | the step is zero |
   | `sketch` without a learning rate after it | its direction is negated |
   | the budget is infinite | α = alpha_max |
+
+  A prediction of exactly 0 for a step that moves parameters means that the
+  probe's functions do not depend on the parameters that they are given, as when
+  `logits_fn` closes over other ones.
 
   A skipped step has zero updates and is counted in `skipped`. Apart from
   counters and diagnostics it leaves the state unchanged.
@@ -155,7 +173,7 @@ def kl_budget(
       over the update count.
     inner: Transformation whose updates are scaled. None scales the updates
       that are passed in.
-    alpha_max: Upper bound of α.
+    alpha_max: Upper bound of α, or a schedule of it over the update count.
 
   Returns:
     An optax transformation whose state is a `KLBudgetState`.
@@ -219,7 +237,11 @@ def kl_budget(
     ema = _mismatch_mean(state.mismatch, mismatch)
     limit = _limit(budget, state.count, ema)
     ok &= limit >= 0  # False also for a schedule that returns NaN
-    alpha = jnp.where(ok, _alpha(limit, predicted, alpha_max), 0.0)
+    # A step that moves parameters moves the policy. If the probe does not see
+    # it, its functions ignore their parameters, and nothing bounds the step.
+    ok &= (predicted > 0) | ~_moves(proposed)
+    bound = alpha_max(state.count) if callable(alpha_max) else alpha_max
+    alpha = jnp.where(ok, _alpha(limit, predicted, bound), 0.0)
     scaled = optax.tree.scale(alpha, _finite.zero_unless(ok, proposed))
     return scaled, KLBudgetState(
         count=optax.safe_increment(state.count),

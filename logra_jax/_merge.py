@@ -9,21 +9,25 @@ import jax.numpy as jnp
 import optax
 
 from logra_jax import _paths, _state
+from logra_jax._dense import accumulation_dtype
 from logra_jax._targets import Target
 
 
 def _round_to(
     x: jax.Array, dtype: jax.typing.DTypeLike, key: jax.Array
 ) -> jax.Array:
-  """Casts `x`, with unbiased stochastic rounding if `dtype` is bfloat16.
+  """Casts `x`, with unbiased stochastic rounding to 16 bits.
 
-  bfloat16 is the upper half of float32. Adding 16 random bits to the lower half
-  and then cutting it off rounds up with a probability equal to the remainder. A
-  number that bfloat16 can represent never changes. A number near the largest
+  A number that the dtype can represent never changes. A number near the largest
   finite one is rounded to nearest, so that it does not become infinite.
   """
+  if dtype == jnp.float16:
+    return _round_between_neighbours(x, dtype, key)
   if dtype != jnp.bfloat16:
     return x.astype(dtype)
+  # bfloat16 is the upper half of float32. Adding 16 random bits to the lower
+  # half and then cutting it off rounds up with a probability equal to the
+  # remainder.
   x = x.astype(jnp.float32)
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
@@ -32,6 +36,23 @@ def _round_to(
   )
   safe = jnp.isfinite(x) & jnp.isfinite(up)
   return jnp.where(safe, up, x).astype(dtype)
+
+
+def _round_between_neighbours(
+    x: jax.Array, dtype: jax.typing.DTypeLike, key: jax.Array
+) -> jax.Array:
+  """Rounds to one of the two nearest numbers, the nearer one more often."""
+  x = x.astype(jnp.float32)
+  near = x.astype(dtype)
+  gap = x - near.astype(jnp.float32)
+  way = jnp.where(gap > 0, jnp.inf, -jnp.inf).astype(dtype)
+  far = jnp.nextafter(near, way)
+  spacing = jnp.abs(far.astype(jnp.float32) - near.astype(jnp.float32))
+  # The chance of the far one is the share of the spacing that x lies away.
+  chance = jnp.abs(gap) / jnp.where(spacing > 0, spacing, 1.0)
+  safe = jnp.isfinite(far) & jnp.isfinite(near)
+  take_far = jax.random.uniform(key, x.shape, jnp.float32) < chance
+  return jnp.where(safe & take_far, far, near)
 
 
 def _merge_one(
@@ -48,8 +69,8 @@ def _merge_one(
   delta = jnp.einsum(
       "ri,ro->io", basis, factor, precision=lax.Precision.HIGHEST
   ).reshape(kernel.shape)
-  wide = jnp.promote_types(kernel.dtype, jnp.float32)
-  merged = (1 + decay) * kernel.astype(wide) + delta
+  wide = accumulation_dtype(kernel.dtype)
+  merged = (1 + decay).astype(wide) * kernel.astype(wide) + delta.astype(wide)
   return _round_to(merged, kernel.dtype, round_key)
 
 
@@ -89,7 +110,7 @@ def apply_updates(
 
   Like `optax.apply_updates`, but it also merges thin updates. Factors are
   rounded to `factor_dtype` (see `sketch`), and the sum is computed in float32
-  and cast to the dtype of the parameter. A bfloat16 parameter is rounded
+  and cast to the dtype of the parameter. A 16-bit parameter is rounded
   stochastically, without bias, because rounding to nearest would lose every
   step smaller than half a unit in the last place. The noise is a function of
   (seed, update count, path). A chain without any counter would repeat it, so
@@ -151,7 +172,7 @@ def apply_updates(
       leaf = _merge(leaf, factor, decay, key, round_key, target)
     elif update is not None:
       value = update.value if isinstance(update, _state.Update) else update
-      wide = jnp.promote_types(leaf.dtype, jnp.float32)
+      wide = accumulation_dtype(leaf.dtype)
       total = leaf.astype(wide) + value.astype(wide)
       leaf = _round_to(total, leaf.dtype, round_key)
     merged.append(leaf)

@@ -8,6 +8,12 @@ import chex
 import jax
 
 
+def _is_box(entry: Any) -> bool:
+  """Whether a key is the field in which a box or variable holds its array."""
+  field = isinstance(entry, jax.tree_util.GetAttrKey)
+  return field and entry.name in ("value", "raw_value")
+
+
 def _part(entry: Any) -> str:
   """Returns the key, attribute name or index of one entry of a key path."""
   for name in ("key", "name", "idx"):
@@ -19,13 +25,12 @@ def _part(entry: Any) -> str:
 def path_string(path: tuple[Any, ...]) -> str:
   """Formats a key path of `jax.tree_util` as `layers/q_proj/kernel`.
 
-  A trailing `value`, the field in which boxed and NNX parameters hold their
-  array, is dropped.
+  A trailing attribute `value`, in which boxed and NNX parameters hold their
+  array, is dropped. A dict key of that name is part of the path.
   """
-  parts = [_part(entry) for entry in path]
-  if len(parts) > 1 and parts[-1] in ("value", "raw_value"):
-    parts = parts[:-1]
-  return "/".join(parts)
+  if len(path) > 1 and _is_box(path[-1]):
+    path = path[:-1]
+  return "/".join(map(_part, path))
 
 
 def flatten(

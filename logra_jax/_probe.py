@@ -33,7 +33,7 @@ def _chunked_mean(
 
   Args:
     token_fn: Maps chunks `[chunk, ...]` of `per_token` to `[chunk]`.
-    mask: `[..., T]` bool.
+    mask: `[..., T]`, read as bool.
     chunk_size: Number of tokens evaluated together.
     *per_token: Arrays `[..., T, D]`.
 
@@ -45,6 +45,7 @@ def _chunked_mean(
         f"completion_mask {mask.shape} does not fit the output of logits_fn,"
         f" {per_token[0].shape}; give one bool for each of its positions"
     )
+  mask = mask.astype(bool)
   # A chunk takes some positions of every sequence, so that all devices take
   # part in it when the sequences are sharded over devices.
   length = mask.shape[-1]
@@ -68,8 +69,9 @@ def _chunked_mean(
     # Not a product: the values outside the mask can be NaN or infinite.
     return None, jnp.sum(jnp.where(keep, token_fn(*rest), 0.0))
 
-  xs = tuple(chunks(x) for x in (mask.astype(bool), *per_token))
-  return jnp.sum(lax.scan(body, None, xs)[1]) / jnp.sum(mask)
+  xs = tuple(chunks(x) for x in (mask, *per_token))
+  total = jnp.sum(lax.scan(body, None, xs)[1])
+  return total / jnp.sum(mask, dtype=jnp.float32)
 
 
 def quadratic_kl(
@@ -135,7 +137,9 @@ def exact_kl(
   p, q = jnp.exp(log_p), jnp.exp(log_q)
   # For nearby policies, compute log q - log p from the change of the logits
   # instead of subtracting two logarithms.
-  change = jnp.where((p > 0) | (q > 0), new_z - z, 0.0)
+  possible = (p > 0) | (q > 0)
+  finite = lambda x: jnp.where(possible, x, 0.0)  # -inf - -inf is NaN
+  change = finite(new_z) - finite(z)
   change -= jnp.sum(p * change, axis=-1, keepdims=True)
   near = jnp.max(jnp.abs(change), axis=-1, keepdims=True) < 0.1
   near_change = jnp.where(near, change, 0.0)
@@ -249,6 +253,7 @@ def kl_probe(
     opt_state: The optimizer state before the update.
     batch: A mapping with the inputs of `logits_fn` and 'completion_mask'
       `[..., T]`, which is True where the logits predict a generated token.
+      Numbers are read as bools: a mask is no weight.
       It is therefore False on padding and on all prompt tokens but the last.
     head_fn: `head_fn(params, hidden)` maps `[chunk, D]` to logits `[chunk, V]`.
       Without it, the logits of the whole batch are in memory at once.

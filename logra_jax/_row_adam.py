@@ -48,7 +48,8 @@ def _norm_preserving(
   inverse = 1.0 / (rms / jnp.where(mean > 0, mean, 1.0) + eps)
   direction = sketch * inverse[..., None, :]
   size = _rms(direction, (-2, -1))
-  ratio = jnp.where(size > 0, _rms(sketch, (-2, -1)) / size, 0.0)
+  # A zero sketch stays zero: its ratio is 0 / 1.
+  ratio = _rms(sketch, (-2, -1)) / jnp.where(size > 0, size, 1.0)
   return direction * ratio[..., None, None]
 
 

@@ -104,10 +104,16 @@ class _Sketch:
 
   def _make_plan(self, params: optax.Params) -> _state.Plan:
     """Decides what is sketched, trained densely, and frozen."""
+    flat, _ = _paths.flatten(params)
+    for path, leaf in flat.items():
+      if not hasattr(leaf, "dtype"):
+        raise ValueError(
+            f"params has {leaf!r} at {path!r}, which is not an array; make it"
+            " one, as in jnp.asarray(x)"
+        )
     targets = _targets.resolve(
         params, self.targets, self.rank, self.distribution
     )
-    flat, _ = _paths.flatten(params)
     sketched = {t.path for t in targets}
     rest = [path for path in flat if path not in sketched]
     if list(self.others) != [".*"]:
@@ -255,9 +261,10 @@ def _check_no_thin_moment(
     inner_state: optax.OptState, plan: _state.Plan
 ) -> None:
   """Raises ValueError for a moment that a refreshed basis would make stale."""
-  shapes = {t.thin for t in plan.targets}
-  for leaf in jax.tree.leaves(inner_state):
-    if leaf.shape in shapes:
+  thin = {t.path: t.thin for t in plan.targets}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(inner_state):
+    owner = _paths.owner(thin, _paths.path_string(path))
+    if owner is not None and leaf.shape == thin[owner]:
       raise ValueError(
           "refresh=True, but inner keeps a moment of shape"
           f" {tuple(leaf.shape)} in sketch coordinates, which the next basis"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple
 
+from flax import serialization
 import jax
 import jax.numpy as jnp
 import optax
@@ -71,6 +72,13 @@ class Static:
   """A plan as a pytree without leaves, so that states hold only arrays."""
 
   plan: Plan
+
+
+# The plan follows from the arguments of `sketch` and the parameters, so a saved
+# state need not hold it: the one it is restored into does.
+serialization.register_serialization_state(
+    Static, lambda static: {}, lambda static, saved: static
+)
 
 
 class SketchState(NamedTuple):

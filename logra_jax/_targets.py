@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from logra_jax import _basis, _paths
@@ -81,7 +82,8 @@ def check_rank(rank: Any) -> None:
   else:
     ranks = [rank]
   for value in ranks:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or value < 1:
       raise ValueError(
           f"rank={value!r} must be a positive Python int, or a mapping from"
           " path patterns to such ints (with optax.inject_hyperparams, list it"
@@ -120,10 +122,11 @@ def layouts(targets: Targets) -> dict[str, str]:
 
 def _axes(path: str, leaf: Any, layout: str) -> tuple[int, int, int]:
   """Validates a leaf and counts its batch, input and output axes."""
-  if not jnp.issubdtype(leaf.dtype, jnp.floating):
+  floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+  if not floating or jnp.dtype(leaf.dtype).itemsize < 2:
     raise ValueError(
-        f"target {path!r} has dtype {leaf.dtype}; only floating-point kernels"
-        " can be sketched: leave it out of targets"
+        f"target {path!r} has dtype {leaf.dtype}; only kernels of 16, 32 or 64"
+        " floating-point bits can be sketched: leave it out of targets"
     )
   layout = layout or "b" * (leaf.ndim - 2) + "io"
   if len(layout) != leaf.ndim:
@@ -181,7 +184,7 @@ def resolve(
             batch=tuple(leaf.shape[:n_batch]),
             inputs=inputs,
             outputs=tuple(leaf.shape[n_batch + n_in :]),
-            rank=min(target_rank, math.prod(inputs)),
+            rank=min(int(target_rank), math.prod(inputs)),
             distribution=distribution,
         )
     )

@@ -29,7 +29,9 @@ def make_batch(seed=1):
 
 def logits_fn(params, batch):
   layer = params["q_proj"]
-  return logra_jax.dense(batch["x"], layer["kernel"]) + layer["bias"]
+  logits = logra_jax.dense(batch["x"], layer["kernel"])
+  # As wide as the logits, for tests that forbid rank promotion.
+  return logits + jnp.broadcast_to(layer["bias"], logits.shape)
 
 
 def hidden_fn(params, batch):

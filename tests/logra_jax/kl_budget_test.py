@@ -73,8 +73,6 @@ def assert_finite(tree):
         (1e-9, 3.0),
         (1e-37, 3.0),
         (3e38, np.sqrt(1e-3) / np.sqrt(3e38)),
-        (0.0, 1.0),
-        (-0.0, 1.0),
     ],
 )
 def test_alpha_is_the_root_of_budget_over_prediction(predicted, alpha):
@@ -506,3 +504,61 @@ def test_the_budget_may_be_an_injected_hyperparameter():
   np.testing.assert_allclose(budget_state(state).alpha, 0.1, rtol=1e-6)
   with pytest.raises(ValueError, match="budget="):
     optax.inject_hyperparams(make)(budget=-1e-3, alpha_max=3.0).init(UPDATE)
+
+
+@pytest.mark.parametrize("predicted", [0.0, -0.0])
+def test_a_step_that_the_probe_does_not_see_is_skipped(predicted):
+  tx = logra_jax.kl_budget(1e-3)
+  scaled, state = apply_budget(tx, tx.init(UPDATE), predicted)
+  assert not np.any(scaled["w"])
+  assert int(state.skipped) == 1 and float(state.alpha) == 0.0
+
+
+def test_a_step_of_zero_is_none_that_the_probe_must_see():
+  tx = logra_jax.kl_budget(1e-3)
+  zero = jax.tree.map(jnp.zeros_like, UPDATE)
+  _, state = tx.update(zero, tx.init(UPDATE), probe=lambda _: jnp.float32(0))
+  assert int(state.skipped) == 0 and float(state.alpha) == 1.0
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_logits_that_ignore_their_parameters_give_no_step(inner):
+  """A closure over the outer parameters predicts 0 for any step."""
+  params, batch = lp.make_params(), lp.make_batch()
+  others = {"bias|.*/bias": optax.sgd(1.0)}
+  sketch = logra_jax.sketch(rank=3, others=others)
+  budget = logra_jax.kl_budget
+  tx = budget(1e-3, sketch) if inner else optax.chain(sketch, budget(1e-3))
+  state = tx.init(params)
+  _, grads = logra_jax.value_and_grad(lp.loss_fn)(params, state, batch)
+  probe = logra_jax.kl_probe(
+      lambda _, x: lp.logits_fn(params, x), params, state, batch
+  )
+  updates, state = jax.jit(tx.update)(grads, state, params, probe=probe)
+  new = logra_jax.apply_updates(params, updates, state)
+  for old, moved in zip(
+      jax.tree.leaves(params), jax.tree.leaves(new), strict=True
+  ):
+    np.testing.assert_array_equal(old, moved)
+  assert int(logra_jax.diagnostics(state)["skipped"]) == 1
+
+
+def test_a_scheduled_budget_of_zero_is_no_step():
+  tx = logra_jax.kl_budget(lambda count: jnp.where(count < 1, 0.0, 1e-3))
+  scaled, state = apply_budget(tx, tx.init(UPDATE), 1e-3)
+  assert not np.any(scaled["w"]) and int(state.skipped) == 0
+  scaled, state = apply_budget(tx, state, 1e-3)
+  np.testing.assert_allclose(scaled["w"], UPDATE["w"], rtol=1e-6)
+
+
+def test_alpha_max_can_be_a_schedule():
+  tx = logra_jax.kl_budget(1e-3, alpha_max=lambda count: 1.0 + count)
+  state = tx.init(UPDATE)
+  for expected in (1.0, 2.0, 3.0):
+    _, state = apply_budget(tx, state, 1e-12)
+    assert float(state.alpha) == expected
+
+
+def test_numpy_integers_are_integers():
+  schedule = logra_jax.cosine_budget(2e-4, 2e-5, np.int64(300))
+  assert float(schedule(300)) == pytest.approx(2e-5)

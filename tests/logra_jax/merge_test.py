@@ -284,3 +284,29 @@ def test_noise_differs_between_updates_seeds_and_parameters(refresh):
     for other in noise[:i]:
       agree = np.mean(one == other)
       assert abs(agree - 0.5) < 6 * 0.5 / np.sqrt(one.size)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("size", [0.02, 1.0, 3e-6])
+def test_sixteen_bits_are_rounded_without_bias(dtype, size):
+  """Steps of a hundredth of the spacing arrive in the mean."""
+  n = 200_000
+  start = jnp.full((n,), size, dtype)
+  above = jnp.nextafter(start[0], jnp.asarray(jnp.inf, dtype))
+  spacing = float(above) - float(start[0])
+  step = 0.01 * spacing
+  wide = start.astype(jnp.float32) + jnp.float32(step)
+  found = _merge._round_to(wide, dtype, jax.random.key(0))
+  assert found.dtype == dtype
+  values = np.unique(np.asarray(found, np.float64))
+  assert set(values) <= {float(start[0]), float(above)}
+  moved = np.mean(np.asarray(found, np.float64) - float(start[0])) / step
+  # Six standard deviations of a mean of n coins of chance 0.01.
+  assert abs(moved - 1) < 6 * np.sqrt(0.99 / (0.01 * n))
+  # What the dtype represents stays, and the largest number stays finite.
+  exact = _merge._round_to(start.astype(jnp.float32), dtype, jax.random.key(1))
+  np.testing.assert_array_equal(exact, start)
+  top = jnp.full((100,), jnp.finfo(dtype).max, jnp.float32)
+  assert np.isfinite(
+      np.asarray(_merge._round_to(top, dtype, jax.random.key(2)), np.float64)
+  ).all()

@@ -445,3 +445,24 @@ def test_a_temperature_that_samples_nothing_is_refused(temperature):
 def test_a_chunk_of_no_token_is_refused(chunk_size):
   with pytest.raises(ValueError, match=f"chunk_size={chunk_size}"):
     make_probe(chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("values", [(0, 2), (0.0, 0.5), (0.0, -3.0)])
+def test_a_mask_of_numbers_is_read_as_bools(values):
+  batch = lp.make_batch()
+  mask = np.asarray(batch["completion_mask"])
+  params = lp.make_params()
+  tx = logra_jax.sketch(3)
+  state = tx.init(params)
+  _, grads = logra_jax.value_and_grad(lp.loss_fn)(params, state, batch)
+  updates, _ = tx.update(grads, state, params)
+
+  def predict(mask):
+    probe = logra_jax.kl_probe(
+        lp.logits_fn, params, state, batch | {"completion_mask": mask}
+    )
+    return float(probe(updates))
+
+  expected = predict(jnp.asarray(mask))
+  assert expected > 0
+  assert predict(jnp.where(mask, values[1], values[0])) == expected

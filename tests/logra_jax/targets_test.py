@@ -1,6 +1,7 @@
 """Tests of ranks, layouts, and kernels that cannot be sketched."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import logra_jax
@@ -30,7 +31,12 @@ def test_rank_mapping():
         (
             jnp.ones((4, 4), jnp.int8),
             "",
-            "'kernel' has dtype int8; only floating.*leave it out",
+            "'kernel' has dtype int8; only kernels of 16, 32.*leave it out",
+        ),
+        (
+            jnp.ones((4, 4), jnp.float8_e4m3fn),
+            "",
+            "'kernel' has dtype float8_e4m3fn; only kernels of.*leave it out",
         ),
         (jnp.ones((4,)), "", r"'kernel' has shape \(4,\).*leave it out"),
         (jnp.ones((2, 4, 4)), "io", r"\(2, 4, 4\), which does not fit .*'io'"),
@@ -51,3 +57,23 @@ def test_ranks_by_path():
 def test_rank_is_clipped_to_the_inputs():
   _, _, state = sketched.make(rank=16)
   assert [t.rank for t in state.plan.targets] == [12, 16]
+
+
+def test_a_rank_can_be_a_numpy_integer():
+  params = toy.tree({"kernel": (12, 7)})
+  state = logra_jax.sketch(np.int64(4), targets=".*").init(params)
+  assert state.plan.targets[0].rank == 4
+
+
+def test_a_leaf_that_is_no_array_is_named():
+  params = {"kernel": jnp.ones((4, 4)), "scale": 1.0}
+  with pytest.raises(ValueError, match=r"1\.0 at 'scale', which is not an"):
+    logra_jax.sketch(2, targets="kernel").init(params)
+
+
+@pytest.mark.parametrize("n", [3, 4, 16])
+def test_a_stack_as_long_as_a_rank_is_no_moment(n):
+  """RowAdam's `[n, d_out]` of a stack has another target's thin shape."""
+  params = {"experts": jnp.ones((n, 24, 16)), "o_proj": jnp.ones((16, 16))}
+  state = logra_jax.sketch(4, targets=["experts", "o_proj"]).init(params)
+  assert len(state.plan.targets) == 2
