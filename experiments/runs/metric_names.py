@@ -7,6 +7,7 @@ import re
 from typing import NamedTuple
 
 from experiments import _cli
+from experiments.reporting import tables
 
 
 class Metric(NamedTuple):
@@ -202,15 +203,20 @@ def page() -> str:
       "",
       "This page is made by `python -m experiments.runs.metric_names`.",
   ]
+  head = ("metric", "unit", "meaning", "computed in")
   for group, about in GROUPS.items():
-    lines += ["", f"## `{group}/`: {about}", ""]
-    lines += ["| metric | unit | meaning | computed in |", "|---|---|---|---|"]
-    for name, metric in METRICS.items():
-      if name.startswith(f"{group}/"):
-        source = f"[`{metric.source}`](../experiments/{metric.source})"
-        lines.append(
-            f"| `{name}` | {metric.unit} | {metric.meaning} | {source} |"
+    rows = [
+        (
+            f"`{name}`",
+            metric.unit,
+            metric.meaning,
+            f"[`{metric.source}`](../experiments/{metric.source})",
         )
+        for name, metric in METRICS.items()
+        if name.startswith(f"{group}/")
+    ]
+    lines += ["", f"## `{group}/`: {about}", ""]
+    lines.append(tables.markdown(head, rows).rstrip("\n"))
   return "\n".join(lines) + "\n"
 
 
