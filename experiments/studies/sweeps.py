@@ -219,7 +219,7 @@ def measure_runs(
 
 
 def append_row(out: pathlib.Path, row: Mapping[str, Any]) -> None:
-  """Adds a line to `out/rows.jsonl`; writes command and machine beside it."""
+  """Adds a row to the rows file, and records command and machine."""
   out.mkdir(parents=True, exist_ok=True)
   with (out / ROWS).open("a") as file:
     file.write(json.dumps(row) + "\n")
