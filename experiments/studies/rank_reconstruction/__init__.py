@@ -3,7 +3,8 @@
 The study measures the cosine of a dense gradient G and its reconstruction,
 `Aᵀ S` or least squares `Aᵀ (A Aᵀ)⁻¹ S`, by rank, basis and module, for real
 GRPO gradients. For an i.i.d. basis, the first is predicted to be
-√(r / (r + d_in)) and the second √(r / d_in), whatever the gradient.
+√(r / (r + d_in)) and the second √(r / d_in), whatever the gradient. At r = d_in
+the library's basis is the identity, and both are 1.
 
 It also asks whether refreshing the basis matters over a window of updates: T
 gradients G_t of different batches at the same weights, with the sum G. With a

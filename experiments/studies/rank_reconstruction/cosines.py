@@ -96,6 +96,8 @@ def of_arrays(reconstruction: np.ndarray, gradient: np.ndarray) -> Products:
 def predicted(rank: float | np.ndarray, d_in: int, method: str) -> np.ndarray:
   """Returns the predicted cosine with an i.i.d. basis, for any gradient.
 
+  It is 1 at full rank, where the library's basis is the identity.
+
   Args:
     rank: One or more ranks.
     d_in: Number of inputs of the kernel.
@@ -103,7 +105,7 @@ def predicted(rank: float | np.ndarray, d_in: int, method: str) -> np.ndarray:
   """
   rank = np.minimum(rank, d_in)
   if method == "plain":
-    return np.sqrt(rank / (rank + d_in))
+    return np.where(rank < d_in, np.sqrt(rank / (rank + d_in)), 1.0)
   return np.sqrt(rank / d_in)
 
 

@@ -37,26 +37,26 @@ def cosine64(a, b):
 def test_thin_cosine_is_that_of_the_formed_reconstruction(distribution, method):
   g = stack()
   a = bases(g, 5, distribution)
-  found = cosines.of_sketch(a, g, method).cosine()
+  thin = cosines.of_sketch(a, g, method).cosine()
   for layer in range(L):
     wide = a[layer].astype(np.float64)
     middle = np.eye(5)
     if method == "least_squares":
       middle = np.linalg.inv(wide @ wide.T)
     dense = wide.T @ middle @ wide @ g[layer]
-    np.testing.assert_allclose(found[layer], cosine64(dense, g[layer]), 1e-5)
+    np.testing.assert_allclose(thin[layer], cosine64(dense, g[layer]), 1e-5)
     one = slice(layer, layer + 1)
     rebuilt = cosines.reconstruct([a[one]], [g[one]], method)
     np.testing.assert_allclose(rebuilt[0], dense, atol=1e-3)
     formed = cosines.of_arrays(rebuilt, g[one]).cosine()
-    np.testing.assert_allclose(formed, found[layer], 1e-4)
+    np.testing.assert_allclose(formed, thin[layer], 1e-4)
 
 
 def test_full_rank_least_squares_is_the_gradient():
   g = stack()
-  a = bases(g, D_IN, "gaussian")
-  found = cosines.of_sketch(a, g, "least_squares").cosine()
-  np.testing.assert_allclose(found, 1.0, atol=1e-4)
+  a = stack(1, L, D_IN, D_IN) / D_IN**0.5
+  by_layer = cosines.of_sketch(a, g, "least_squares").cosine()
+  np.testing.assert_allclose(by_layer, 1.0, atol=1e-4)
   assert (cosines.of_sketch(a, g, "plain").cosine() < 0.8).all()
 
 
@@ -68,11 +68,11 @@ def test_predicted_cosine_is_met_whatever_the_gradient(rank, method):
   single = stack(2, 1, 256, 1) @ stack(3, 1, 1, 64)
   # The prediction is of the mean of squares over bases.
   for g, tolerance in ((full, 0.1), (single, 0.25)):
-    found = [
+    measured = [
         cosines.of_sketch(bases(g, rank, "rademacher", seed), g, method)
         for seed in range(20)
     ]
-    mean = np.sqrt(np.mean([p.cosine() ** 2 for p in found]))
+    mean = np.sqrt(np.mean([p.cosine() ** 2 for p in measured]))
     want = float(cosines.predicted(rank, 256, method))
     assert abs(mean / want - 1) < tolerance, (mean, want)
   np.testing.assert_allclose(
@@ -80,23 +80,36 @@ def test_predicted_cosine_is_met_whatever_the_gradient(rank, method):
   )
 
 
+@pytest.mark.parametrize("method", cosines.METHODS)
+@pytest.mark.parametrize("distribution", sweep.DISTRIBUTIONS)
+def test_predicted_cosine_of_full_rank_is_met(distribution, method):
+  g = stack()
+  for rank in (D_IN, 2 * D_IN):
+    a = bases(g, rank, distribution)
+    measured = cosines.of_sketch(a, g, method).cosine()
+    want = cosines.predicted(rank, D_IN, method)
+    np.testing.assert_allclose(measured, want, atol=1e-5)
+
+
 def test_window_with_a_fixed_basis_is_the_sum_of_its_reconstructions():
   window = [stack(seed) for seed in range(3)]
   a = [bases(window[0], 4, "rademacher", count=i) for i in range(3)]
   assert not np.array_equal(a[0], a[1])
   total = sum(window)
-  found = run.compare(a, window, total, 2, "plain")
-  assert len(found["one"]) == 2
+  products = run.compare(a, window, total, 2, "plain")
+  assert len(products["one"]) == 2
   rebuilt = cosines.reconstruct([a[0]] * 3, window, "plain")
   fixed = cosines.of_arrays(rebuilt, total)
   np.testing.assert_allclose(
-      found["fixed"][0].cosine(), fixed.cosine(), rtol=1e-4
+      products["fixed"][0].cosine(), fixed.cosine(), rtol=1e-4
   )
   refreshed = sum(
       x.swapaxes(1, 2) @ (x @ g) for x, g in zip(a, window, strict=True)
   )
   np.testing.assert_allclose(
-      found["refreshed"][0].cosine()[0], cosine64(refreshed[0], total[0]), 1e-4
+      products["refreshed"][0].cosine()[0],
+      cosine64(refreshed[0], total[0]),
+      1e-4,
   )
 
 
@@ -112,7 +125,7 @@ def rows_by_hand():
   def row(module, cosine, size):
     products = [cosine * size, size, size]
     both = {"one": [products], "fixed": [products], "refreshed": [products]}
-    found = {
+    by_basis = {
         "one": [[cosine]],
         "fixed": [[cosine]],
         "refreshed": [[cosine + 0.05]],
@@ -121,7 +134,7 @@ def rows_by_hand():
         **what,
         "module": module,
         "d_in": 60,
-        "cosine": found,
+        "cosine": by_basis,
         "products": both,
     }
 
