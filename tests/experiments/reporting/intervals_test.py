@@ -8,14 +8,14 @@ from experiments.reporting import intervals
 
 def test_the_interval_of_many_values_is_that_of_the_normal_law():
   values = np.random.default_rng(0).normal(3.0, 2.0, 400)
-  found = intervals.interval(values)
-  np.testing.assert_allclose(found.mean, values.mean())
+  spread = intervals.interval(values)
+  np.testing.assert_allclose(spread.mean, values.mean())
   error = 1.96 * values.std() / np.sqrt(values.size)
-  np.testing.assert_allclose(found.high - found.mean, error, rtol=0.05)
-  np.testing.assert_allclose(found.mean - found.low, error, rtol=0.05)
+  np.testing.assert_allclose(spread.high - spread.mean, error, rtol=0.05)
+  np.testing.assert_allclose(spread.mean - spread.low, error, rtol=0.05)
   narrow = intervals.interval(values, confidence=0.5)
-  assert found.low < narrow.low < narrow.high < found.high
-  assert intervals.interval(values) == found
+  assert spread.low < narrow.low < narrow.high < spread.high
+  assert intervals.interval(values) == spread
 
 
 def test_one_value_and_equal_values_have_no_width():
@@ -32,11 +32,11 @@ def test_bad_values(values):
 def test_groups_have_the_same_weight_whatever_their_sizes():
   rng = np.random.default_rng(1)
   many, few = rng.normal(0.0, 1.0, 900), rng.normal(4.0, 1.0, 100)
-  found = intervals.macro_interval([many, few])
-  np.testing.assert_allclose(found.mean, (many.mean() + few.mean()) / 2)
+  spread = intervals.macro_interval([many, few])
+  np.testing.assert_allclose(spread.mean, (many.mean() + few.mean()) / 2)
   # The variances of both means add, each by half its weight squared.
   error = 1.96 * np.sqrt(many.var() / 900 + few.var() / 100) / 2
-  np.testing.assert_allclose(found.high - found.mean, error, rtol=0.05)
+  np.testing.assert_allclose(spread.high - spread.mean, error, rtol=0.05)
   assert intervals.macro_interval([few]) == intervals.interval(few)
   single = intervals.macro_interval([[1.0], [2.0, 4.0]])
   assert single == (2.0, 1.5, 2.5)

@@ -33,8 +33,8 @@ def test_the_sweep_has_every_kind_once_and_the_baseline_first():
 
 def test_full_rank_orthonormal_sketch_is_the_gradient():
   g = {PATHS[0]: gradient()[PATHS[0]]}
-  found = make(Direction("sketch", 24, "orthonormal"), g)
-  np.testing.assert_allclose(found[PATHS[0]], g[PATHS[0]], atol=1e-5)
+  full = make(Direction("sketch", 24, "orthonormal"), g)
+  np.testing.assert_allclose(full[PATHS[0]], g[PATHS[0]], atol=1e-5)
   thin = make(Direction("sketch", 4, "orthonormal"), g)
   assert np.linalg.matrix_rank(thin[PATHS[0]]).tolist() == [4, 4]
 
@@ -43,7 +43,7 @@ def test_full_rank_orthonormal_sketch_is_the_gradient():
 def test_row_adam_divides_columns_of_the_sketch(kind):
   g = gradient()
   basis = gradients.draw_bases(g, 4, "rademacher", 3)
-  found = make(Direction(kind, 4, "rademacher"), g, 3)
+  steps = make(Direction(kind, 4, "rademacher"), g, 3)
   for path, x in g.items():
     s = basis[path] @ x
     d = s / np.sqrt(np.mean(s**2, axis=1, keepdims=True))
@@ -51,23 +51,23 @@ def test_row_adam_divides_columns_of_the_sketch(kind):
       size = lambda a: np.sqrt(np.sum(a**2, axis=(1, 2), keepdims=True))
       d *= size(s) / size(d)
     np.testing.assert_allclose(
-        found[path], basis[path].swapaxes(1, 2) @ d, rtol=1e-3, atol=1e-4
+        steps[path], basis[path].swapaxes(1, 2) @ d, rtol=1e-3, atol=1e-4
     )
 
 
 def test_low_rank_is_the_best_approximation():
   g = gradient()
-  found = make(Direction("low_rank", 4), g)
+  approximations = make(Direction("low_rank", 4), g)
   for path, x in g.items():
     u, s, vt = np.linalg.svd(x)
     best = (u[..., :4] * s[:, None, :4]) @ vt[:, :4]
-    error = np.linalg.norm(x - found[path]) / np.linalg.norm(x - best)
+    error = np.linalg.norm(x - approximations[path]) / np.linalg.norm(x - best)
     assert 1 - 1e-5 < error < 1.02, error
 
 
 def test_orthogonal_direction_has_near_equal_singular_values():
-  found = make(Direction("orthogonal"), gradient())
-  for path, x in found.items():
+  steps = make(Direction("orthogonal"), gradient())
+  for path, x in steps.items():
     s = np.linalg.svd(x, compute_uv=False)
     before = np.linalg.svd(gradient()[path], compute_uv=False)
     # Newton-Schulz leaves them between 0.7 and 1.2 times one size.
@@ -84,20 +84,20 @@ def test_a_batch_does_not_judge_itself():
   judge = lambda own, total: run.Judge(
       gradient=own, total=total, batches=4, kl=lambda d: 0.08
   )(direction)
-  found = judge(batches[1], total)
+  gains = judge(batches[1], total)
   others = np.mean([flat(batches[i]) for i in (0, 2, 3)], axis=0)
   length = math.sqrt(2 * 0.08)
   d = flat(direction)
-  np.testing.assert_allclose(found["held_out"], others @ d / length, rtol=1e-2)
+  np.testing.assert_allclose(gains["held_out"], others @ d / length, rtol=1e-2)
   np.testing.assert_allclose(
-      found["own"], flat(batches[1]) @ d / length, rtol=1e-3
+      gains["own"], flat(batches[1]) @ d / length, rtol=1e-3
   )
   # The gain does not depend on batch 1 itself.
   changed = {p: 5 * batches[1][p] for p in PATHS}
   more = {p: total[p] + 4 * batches[1][p] for p in PATHS}
   again = judge(changed, more)
-  np.testing.assert_allclose(again["held_out"], found["held_out"], rtol=1e-2)
-  assert abs(again["own"] / found["own"] - 5) < 1e-2
+  np.testing.assert_allclose(again["held_out"], gains["held_out"], rtol=1e-2)
+  assert abs(again["own"] / gains["own"] - 5) < 1e-2
 
 
 def test_total_gradient_adds_all_batches():

@@ -67,7 +67,7 @@ def test_kl_is_that_of_the_librarys_probe(source):
   rollout = gradients.first_responses(
       source.batch(params, 0, 0), config.rollout.responses, 3, 4
   )
-  found = gradients.kl_fn(model, config)(params, rollout, 4, g)
+  predicted = gradients.kl_fn(model, config)(params, rollout, 4, g)
   rows = packing.all_rows(rollout, 1, config.rollout.max_new_tokens)
 
   @jax.jit
@@ -84,7 +84,7 @@ def test_kl_is_that_of_the_librarys_probe(source):
 
   nothing = jax.tree.map(jnp.zeros_like, params)
   want = probed(params, gradients.with_targets(nothing, g))
-  np.testing.assert_allclose(found, want, rtol=1e-4)
+  np.testing.assert_allclose(predicted, want, rtol=1e-4)
 
 
 def test_own_gain_of_the_gradient_is_the_slope_of_the_loss(source):

@@ -70,5 +70,5 @@ def test_it_is_right_about_half_of_the_time(tmp_path):
   path = small_model.ensure_small_model(tmp_path / "model")
   config = small.get_config()
   config.model = str(path)
-  found = load.for_run(config)
-  assert found.config.d_model == 256  # `_teach` itself checks the accuracy.
+  loaded = load.for_run(config)
+  assert loaded.config.d_model == 256  # `_teach` itself checks the accuracy.
