@@ -1,7 +1,7 @@
 """Counts the operations and the traffic of a compiled program, from its text.
 
 XLA's own `cost_analysis` counts the body of a loop once and does not exist for
-described GPUs. Here the body counts as often as the loop runs.
+described GPUs. Here it counts once per iteration.
 
 What is counted, per device and per run of the program:
 
@@ -23,7 +23,7 @@ import re
 import numpy as np
 
 from experiments.planning import hlo_text
-from experiments.planning.hlo_counters import Frame, Value, turns
+from experiments.planning.hlo_counters import Frame, Value, trip_count
 from experiments.planning.hlo_text import Instruction, Shape
 
 COLLECTIVES = (
@@ -43,7 +43,7 @@ class Cost:
     flops: Floating-point operations of matrix products.
     collective_bytes: Bytes by kind, for each of `COLLECTIVES` that occurs.
     unknown_loops: Number of loops whose length depends on data; each is counted
-      as one turn.
+      as one iteration.
   """
 
   flops: int = 0
@@ -139,11 +139,11 @@ class _CostSum:
     )
 
   def _loop(self, frame: Frame, instruction: Instruction) -> Cost:
-    """Cost of all turns of a loop."""
+    """Cost of all iterations of a loop."""
     (body,) = instruction.calls("body")
     (condition,) = instruction.calls("condition")
     start = frame.value(instruction.operands[0])
-    n, constants = turns(self._computations, start, condition, body)
+    n, constants = trip_count(self._computations, start, condition, body)
     stated = re.search(
         r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes
     )
@@ -172,7 +172,7 @@ def _numbers(text: str, key: str) -> list[int]:
 
 
 def _dot(instruction: Instruction, lhs: Shape) -> int:
-  """Operations of a product."""
+  """Operations of a matrix product."""
   contracted = _numbers(instruction.attributes, "lhs_contracting_dims")
   depth = math.prod(lhs.dims[d] for d in contracted)
   return 2 * math.prod(instruction.shapes[0].dims) * depth

@@ -1,6 +1,6 @@
 """Finds how often the loops of a compiled program run.
 
-A loop's counter is a whole number that starts from a constant. It is followed
+A loop's counter is an integer that starts from a constant. It is followed
 through the program by evaluating the few instructions that it depends on, and
 nothing else.
 """
@@ -14,9 +14,9 @@ from typing import TypeAlias
 from experiments.planning import hlo_text
 from experiments.planning.hlo_text import Computation, Instruction
 
-# After this many turns a loop counts as one of unknown length.
-_MAX_TURNS = 20_000
-# A whole number, a tuple of values, or None for what does not follow from
+# A loop with more iterations counts as one of unknown length.
+_MAX_ITERATIONS = 20_000
+# An integer, a tuple of values, or None for a value that does not follow from
 # constants.
 Value: TypeAlias = "int | tuple[Value, ...] | None"
 
@@ -100,31 +100,31 @@ class Frame:
     return Frame(self._computations, inner, args).root()
 
 
-def turns(
+def trip_count(
     computations: Mapping[str, Computation],
     start: Value,
     condition: str,
     body: str,
 ) -> tuple[int | None, Value]:
-  """Runs the counter of a loop.
+  """Counts the iterations of a loop by running its counter.
 
   Args:
     computations: Computations of the program, by name.
-    start: State of the loop before its first turn.
+    start: State of the loop before its first iteration.
     condition: Name of the computation that decides whether to go on.
     body: Name of the computation that makes the next state.
 
   Returns:
-    The number of turns, and the part of the state that is the same in all of
-    them. Both are None if the number does not follow from constants.
+    The number of iterations, and the part of the state that is the same in all
+    of them. Both are None if the number does not follow from constants.
   """
   state = stays = start
-  for turn in range(_MAX_TURNS):
+  for iteration in range(_MAX_ITERATIONS):
     goes_on = Frame(computations, condition, (state,)).root()
     if not isinstance(goes_on, int):
       break
     if not goes_on:
-      return turn, stays
+      return iteration, stays
     state = Frame(computations, body, (state,)).root()
     stays = _common(stays, state)
   return None, None
@@ -167,18 +167,18 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 
 
 def _is_counter(shape: hlo_text.Shape) -> bool:
-  """Whether this is the shape of a single whole number."""
+  """Whether this is the shape of a single integer."""
   whole = re.fullmatch(r"[su]\d+|pred", shape.dtype)
   return bool(whole) and math.prod(shape.dims) == 1
 
 
 def _at(value: Value, index: int) -> Value:
-  """An element of a tuple; None if the tuple is not known."""
+  """An element of a tuple; None if the tuple is unknown."""
   return value[index] if isinstance(value, tuple) else None
 
 
 def _constant(text: str) -> int | None:
-  """Reads the value of a constant; None if it is not a whole number."""
+  """Reads the value of a constant; None if it is not an integer."""
   text = text.strip("{} ")  # Braces enclose an array of one element.
   words = {"true": 1, "false": 0}
   if text in words:
@@ -187,7 +187,7 @@ def _constant(text: str) -> int | None:
 
 
 def _arithmetic(instruction: Instruction, values: Sequence[int]) -> int:
-  """Result of an operation on whole numbers; it wraps around like its dtype."""
+  """Result of an operation on integers; it wraps around like its dtype."""
   if instruction.op == "select":
     return values[1] if values[0] else values[2]
   if instruction.op == "compare":

@@ -1,4 +1,4 @@
-"""The memory table: compiles every row for its target, and draws the results.
+"""Makes the memory table: compiles each row for its target, draws the results.
 
   python -m experiments.planning.memory_table --out=docs/results/memory
 
@@ -213,7 +213,7 @@ def _dense_peak(
 
 
 def peak_figure(results: Sequence[Mapping[str, Any]]) -> Any:
-  """Draws saved rows as bars: the peak, the weights, a device's memory."""
+  """Draws saved rows as bars: the peak, the weights and the device's memory."""
   figure = figures.make_figure(10, 1.2 + 0.32 * len(results))
   axes = figure.subplots()
   labels, at = [], range(len(results))
@@ -223,12 +223,12 @@ def peak_figure(results: Sequence[Mapping[str, Any]]) -> Any:
         f"{r['model']}, {r['target']}: {r['optimizer']} {r['rank']},"
         f" {r['param_dtype']}, others {r['others']}"
     )
-  of = lambda key: [(result[key] or 0) / GIB for result in results]
-  axes.barh(at, of("peak_bytes"), color="tab:blue", label="peak of the update")
+  gib = lambda key: [(result[key] or 0) / GIB for result in results]
+  axes.barh(at, gib("peak_bytes"), color="tab:blue", label="peak of the update")
   axes.barh(
-      at, of("floor_bytes"), color="tab:orange", label="bfloat16 weights alone"
+      at, gib("floor_bytes"), color="tab:orange", label="bfloat16 weights alone"
   )
-  axes.plot(of("memory_bytes"), at, "k|", markersize=12, label="device memory")
+  axes.plot(gib("memory_bytes"), at, "k|", markersize=12, label="device memory")
   axes.set_yticks(at, labels, fontsize=8)
   axes.invert_yaxis()
   axes.set_xscale("log")

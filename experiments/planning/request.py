@@ -234,9 +234,9 @@ def probe_responses(request: Request, mesh: Mesh | AbstractMesh) -> int:
 def default_mesh(architecture: DecoderConfig, n_devices: int) -> dict[str, int]:
   """Puts as many devices on `tensor` as the model and one host allow.
 
-  All others are on `fsdp`.
-  With one or two sequences per device, a layer's weights are
-  larger than its activations, so it is better to send the activations.
+  All others are on `fsdp`. With one or two sequences per device, a layer's
+  weights are larger than its activations, so it is better to send the
+  activations.
   """
   tensor = max(
       n

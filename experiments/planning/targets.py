@@ -4,7 +4,7 @@ XLA compiles for a described topology on any machine: for TPUs with `libtpu`
 (the extra `tpu`), for H100 with JAX's CUDA plugin (the extra `cuda`). Nothing
 can run on described devices, but the compiled programs tell what they need.
 
-The libraries need some persuasion, all of it in this module:
+The libraries need workarounds, which are all in this module:
 
 - `libtpu` asks the cloud's metadata server which machine it runs on, which
   hangs or fails elsewhere, and it locks out a second process. `Target.devices`
@@ -52,7 +52,7 @@ class _Tpu:
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBE = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 _TPUS = {
-    # A v4 chip's two cores are one device, as JAX uses them.
+    # JAX uses the two cores of a v4 chip as one device.
     "v4": _Tpu(3, 30.75, _CUBE, {"chip_config_name": "megacore"}),
     "v5e": _Tpu(2, 15.75, _FLAT),
     "v5p": _Tpu(3, 95.73, _CUBE),
@@ -141,9 +141,9 @@ def parse(name: str) -> Target:
     raise ValueError(f"target={name!r} is unknown; use one like {known}")
   axes = _TPUS[family].axes if family in _TPUS else 1
   if not re.fullmatch(r"x".join([r"[1-9]\d{0,4}"] * axes), rest):
-    what = f"a slice of {axes} axes" if axes > 1 else "a number of devices"
+    wanted = f"a slice of {axes} axes" if axes > 1 else "a number of devices"
     raise ValueError(
-        f"target={name!r} must name {what} after ':'; {_examples(family)}"
+        f"target={name!r} must name {wanted} after ':'; {_examples(family)}"
     )
   target = Target(family, tuple(map(int, rest.split("x"))))
   n = target.shape[0]

@@ -1,4 +1,4 @@
-"""The page of what an update sends, made from saved rows."""
+"""The page about the bytes that an update sends, made from saved rows."""
 
 import json
 

@@ -12,7 +12,7 @@ from experiments.planning import hlo_cost
 
 N = 8
 ROWS, COLUMNS = 64, 128
-BYTES = ROWS * COLUMNS * 4  # Of one device's float32 block.
+BYTES = ROWS * COLUMNS * 4  # Size of one device's float32 block.
 
 
 def mesh():
@@ -55,25 +55,25 @@ def counted(fun, *shapes_and_specs):
         ),
     ],
 )
-@pytest.mark.parametrize("turns", [1, 5])
+@pytest.mark.parametrize("iterations", [1, 5])
 def test_a_collective_counts_as_often_as_it_runs(
-    collective, kind, expected, turns
+    collective, kind, expected, iterations
 ):
   def block(x):
-    def turn(carry, _):
+    def step(carry, _):
       y = collective(jnp.sin(carry))
       return carry + jnp.sum(y), None
 
-    return lax.scan(turn, x, None, length=turns)[0]
+    return lax.scan(step, x, None, length=iterations)[0]
 
-  found = counted(
+  cost = counted(
       jax.shard_map(
           block, mesh=mesh(), in_specs=P("x"), out_specs=P("x"), check_vma=False
       ),
       ((N * ROWS, COLUMNS), P("x")),
   )
-  assert found.collective_bytes == {kind: turns * expected}
-  assert found.flops == found.unknown_loops == 0
+  assert cost.collective_bytes == {kind: iterations * expected}
+  assert cost.flops == cost.unknown_loops == 0
 
 
 def test_a_sharded_stack_of_layers():
@@ -85,16 +85,16 @@ def test_a_sharded_stack_of_layers():
 
     return jnp.sum(lax.scan(layer, x, weights)[0])
 
-  found = counted(
+  cost = counted(
       jax.grad(loss),
       ((layers, d, d), P(None, None, "x")),
       ((N * tokens, d), P("x")),
   )
   # One product forward and two backward, for the input and the weight. The
   # first layer's input gets a gradient too, although nothing uses it.
-  assert found.flops == 3 * layers * 2 * tokens * d * d
+  assert cost.flops == 3 * layers * 2 * tokens * d * d
   # Each layer's kernel is gathered forward and backward. Its whole gradient is
   # summed over devices, because CPUs do not fuse the sum with the split.
-  assert found.collective_bytes["all-gather"] == 2 * layers * d * d * 4
-  reduced = {k: v for k, v in found.collective_bytes.items() if "reduce" in k}
+  assert cost.collective_bytes["all-gather"] == 2 * layers * d * d * 4
+  reduced = {k: v for k, v in cost.collective_bytes.items() if "reduce" in k}
   assert sum(reduced.values()) == pytest.approx(layers * d * d * 4, rel=0.01)

@@ -57,7 +57,7 @@ def test_loops_count_as_often_as_they_run():
   ).compile()
   once = 2 * M * K * K
   assert hlo_cost.cost(compiled.as_text()).flops == 5 * LAYERS * once
-  # XLA's own count is of no use: it counts each loop's body once.
+  # XLA's own count is too small: it counts the body of each loop once.
   assert compiled.cost_analysis()["flops"] < 2 * once + 5 * LAYERS * M * K
 
 
@@ -75,18 +75,18 @@ def test_a_counter_that_the_compiler_says_or_not(forget, start, stop, step):
     return lax.while_loop(lambda s: s[0] < stop, body, (start, x))[1]
 
   text = text_of(fun, (M, K), (K, K))
-  if forget:  # A TPU's compiler does not state it.
+  if forget:  # As on a TPU, whose compiler does not state the count.
     text = re.sub(r'"known_trip_count":\{"n":"\d+"\}', "", text)
-  turns = len(range(start, stop, step))
-  assert hlo_cost.cost(text) == hlo_cost.Cost(flops=turns * 2 * M * K * K)
+  iterations = len(range(start, stop, step))
+  assert hlo_cost.cost(text) == hlo_cost.Cost(flops=iterations * 2 * M * K * K)
 
 
 def test_a_loop_that_the_data_end_counts_once_and_is_told():
   def fun(x, w):
     return lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x @ w, x)
 
-  found = hlo_cost.cost(text_of(fun, (M, K), (K, K)))
-  assert found == hlo_cost.Cost(flops=2 * M * K * K, unknown_loops=1)
+  cost = hlo_cost.cost(text_of(fun, (M, K), (K, K)))
+  assert cost == hlo_cost.Cost(flops=2 * M * K * K, unknown_loops=1)
 
 
 def test_the_most_expensive_branch():
@@ -213,8 +213,8 @@ def test_the_same_count_on_every_target(target, library):
   if not importlib.util.find_spec(library):
     pytest.skip(f"{library} is not installed (an extra)")
   target = targets.parse(target)
-  found = target.devices()
-  mesh = jax.sharding.Mesh(found, ("x",))
+  devices = target.devices()
+  mesh = jax.sharding.Mesh(devices, ("x",))
   batch, heads, tokens, width = 4, 8, 64, 128
 
   def loss(weights, x):
@@ -236,7 +236,9 @@ def test_the_same_count_on_every_target(target, library):
       place((batch * mesh.size, tokens, d), "x"),
   )
   traced = jax.jit(jax.grad(loss)).trace(*arguments)
-  lowered = traced.lower(lowering_platforms=platforms.lowering_platforms(found))
+  lowered = traced.lower(
+      lowering_platforms=platforms.lowering_platforms(devices)
+  )
   compiled = lowered.compile(compiler_options=target.compiler_options)
   cost = hlo_cost.cost(compiled.as_text())
   n = batch * tokens

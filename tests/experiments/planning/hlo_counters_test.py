@@ -4,8 +4,8 @@ import pytest
 
 from experiments.planning import hlo_cost, hlo_counters, hlo_text
 
-# The text of a loop of seven products. Each form below is one way in which
-# compilers write the start of the state, the body's result and the condition.
+# A loop of seven products. Each of `FORMS` is one way in which compilers write
+# the initial state, the body's result and the condition.
 STATE = "(s32[]{:T(128)}, f32[8,8]{1,0:T(8,128)}, s32[])"
 LOOP = """HloModule jit_f
 
@@ -157,7 +157,7 @@ def test_a_counter_that_cannot_be_told(form):
 
 
 def test_a_limit_that_comes_from_around_a_loop():
-  # Compilers hoist invariants: the inner loop's limit is in the outer state.
+  # Compilers hoist invariants: the outer state holds the inner loop's limit.
   inner = """%inner (s: STATE) -> STATE {
   %s = STATE parameter(0)
   %nil = s32[] constant(0)
@@ -186,13 +186,15 @@ def test_a_limit_that_comes_from_around_a_loop():
 
 def test_the_length_of_a_loop_and_what_stays_in_its_state():
   computations = hlo_text.parse(loop_of({})).computations
-  found = hlo_counters.turns(computations, (3, None, 7), "condition", "body")
+  counted = hlo_counters.trip_count(
+      computations, (3, None, 7), "condition", "body"
+  )
   # The counter changes, the array is unknown, the limit stays.
-  assert found == (4, (None, None, 7))
+  assert counted == (4, (None, None, 7))
 
 
 def test_a_loop_from_an_unknown_start():
   computations = hlo_text.parse(loop_of({})).computations
   start = (None, None, 7)
-  found = hlo_counters.turns(computations, start, "condition", "body")
-  assert found == (None, None)
+  counted = hlo_counters.trip_count(computations, start, "condition", "body")
+  assert counted == (None, None)

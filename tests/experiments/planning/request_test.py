@@ -21,17 +21,17 @@ def test_defaults():
 @pytest.mark.parametrize(
     "name,n,fsdp,tensor",
     [
-        ("qwen2.5-7b", 4, 1, 4),  # 28 heads
+        ("qwen2.5-7b", 4, 1, 4),  # 28 heads.
         ("qwen2.5-7b", 8, 2, 4),
-        ("qwen2.5-32b", 8, 1, 8),  # 40 heads
-        ("qwen2.5-32b", 64, 8, 8),  # a host's devices at most
-        ("qwen2.5-0.5b", 4, 2, 2),  # 14 heads
+        ("qwen2.5-32b", 8, 1, 8),  # 40 heads.
+        ("qwen2.5-32b", 64, 8, 8),  # At most the devices of one host.
+        ("qwen2.5-0.5b", 4, 2, 2),  # 14 heads.
         ("qwen2.5-0.5b", 1, 1, 1),
     ],
 )
 def test_the_default_mesh_splits_heads_first(name, n, fsdp, tensor):
-  found = request_lib.default_mesh(architectures.architecture(name), n)
-  assert found == {"data": 1, "fsdp": fsdp, "tensor": tensor}
+  mesh = request_lib.default_mesh(architectures.architecture(name), n)
+  assert mesh == {"data": 1, "fsdp": fsdp, "tensor": tensor}
 
 
 def test_the_default_token_block_keeps_products_tall():
@@ -62,8 +62,9 @@ def test_the_config_is_for_all_devices(tiny):
       dict.fromkeys(sharding.AXES, 1), jax.devices("cpu")[:1]
   )
   request = Request(tiny, "cpu:1", tokens=64, sequences=4, micro_batch=2)
-  c = request_lib.training_config(request, mesh)
-  assert c.rollout.prompts * c.rollout.responses == 4
-  assert c.loss.micro_rows == 2 and c.kl.probe_responses == 2
-  assert c.rollout.max_prompt_tokens + c.rollout.max_new_tokens == 64
-  assert c.optimizer.refresh and c.optimizer.momentum == 0
+  config = request_lib.training_config(request, mesh)
+  assert config.rollout.prompts * config.rollout.responses == 4
+  assert config.loss.micro_rows == 2 and config.kl.probe_responses == 2
+  rollout = config.rollout
+  assert rollout.max_prompt_tokens + rollout.max_new_tokens == 64
+  assert config.optimizer.refresh and config.optimizer.momentum == 0

@@ -1,4 +1,4 @@
-"""Plans of runs; configs of large models and their documented memory."""
+"""Plans of runs, and the documented memory of the large models' configs."""
 
 import importlib
 import json
@@ -70,13 +70,13 @@ def test_docstring_and_page_have_the_figures_of_the_files(name):
   files = [json.loads(f.read_text("utf-8")) for f in FOLDER.glob(f"{name}-*")]
   assert ("Memory: not compiled yet." in docstring) == (not files)
   assert page.count(f"| {name} |") == len(files)
-  for found in files:
-    line = report.run_plan_line(found)
-    assert found["model"] == MODELS[name] and found["fits"]
+  for saved in files:
+    line = report.run_plan_line(saved)
+    assert saved["model"] == MODELS[name] and saved["fits"]
     assert f"{report.RUN_PLAN_HEAD}\n" in docstring
     assert line in docstring.splitlines(), line
-    cells = " | ".join(f"{value:.2f}" for value in found["gib"].values())
-    assert f"| {name} | {found['target']} | {cells} |" in page
+    cells = " | ".join(f"{value:.2f}" for value in saved["gib"].values())
+    assert f"| {name} | {saved['target']} | {cells} |" in page
 
 
 @pytest.mark.parametrize(
@@ -97,21 +97,21 @@ def test_what_a_cache_takes_of_a_device(mesh, devices):
   config.evaluate.prompts = 64
   architecture = architectures.architecture("qwen2.5-1.5b")
   token = 2 * 28 * 2 * 128 * 4  # Keys and values in float32.
-  # 64 slots of 5 + 3 tokens, and the half that they move to, which is larger
-  # than the cache of 4 prompts of 5 tokens.
-  find = lambda evaluation: run_plan.cache_bytes(
+  # 64 slots of 5 + 3 tokens, and the 32 slots that they move to, which are
+  # larger than the cache of 4 prompts of 5 tokens.
+  n_bytes = lambda evaluation: run_plan.cache_bytes(
       architecture, config, _abstract(config), evaluation=evaluation
   )
-  assert find(False) == 96 * 8 * token // devices
+  assert n_bytes(False) == 96 * 8 * token // devices
   # Here the cache of 64 prompts is larger than half of the slots.
-  assert find(True) == (64 * 8 + 64 * 5) * token // devices
+  assert n_bytes(True) == (64 * 8 + 64 * 5) * token // devices
   config.rollout.cache_dtype = "int8"
   scales = 2 * 28 * 2 * 4
   small = token // 4 + scales
-  assert find(False) == 96 * 8 * small // devices
-  assert find(True) == (64 * 8 + 64 * 5) * small // devices
-  config.evaluate.prompts = 72  # Only as many as there are slots are read.
-  assert find(True) == (64 * 8 + 64 * 5) * small // devices
+  assert n_bytes(False) == 96 * 8 * small // devices
+  assert n_bytes(True) == (64 * 8 + 64 * 5) * small // devices
+  config.evaluate.prompts = 72  # At most one per slot is read at once.
+  assert n_bytes(True) == (64 * 8 + 64 * 5) * small // devices
 
 
 @pytest.mark.slow
@@ -119,15 +119,15 @@ def test_a_measured_config(tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(gpu_check.SMALL_MODEL))
   config = tiny.get_config().unlock()
   config.kl.enabled = False  # Less to compile.
-  found = run_plan.plan_config(config, str(tmp_path), "cpu:1")
+  plan = run_plan.plan_config(config, str(tmp_path), "cpu:1")
   n = architectures.n_params(architectures.architecture(tmp_path))
-  assert found["arguments"]["weights"] == 4 * n
-  # Little more than the weights, the optimizer's state and the cache.
-  kept = sum(found["arguments"][kind] for kind in ("weights", "optimizer"))
-  kept += found["rollout_cache_bytes"]
-  assert 0 < found["sampling_bytes"] - kept < 2**20
-  assert found["fits"] and found["peak_bytes"] > found["argument_bytes"]
-  head, line = report.RUN_PLAN_HEAD, report.run_plan_line(found)
+  assert plan["arguments"]["weights"] == 4 * n
+  # Sampling needs little more than weights, optimizer state and cache.
+  kept = sum(plan["arguments"][kind] for kind in ("weights", "optimizer"))
+  kept += plan["rollout_cache_bytes"]
+  assert 0 < plan["sampling_bytes"] - kept < 2**20
+  assert plan["fits"] and plan["peak_bytes"] > plan["argument_bytes"]
+  head, line = report.RUN_PLAN_HEAD, report.run_plan_line(plan)
   assert len(head) == len(line) and line.split()[0] == "cpu:1"
 
 

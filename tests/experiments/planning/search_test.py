@@ -1,4 +1,4 @@
-"""Searches: which plans they make, and which they return."""
+"""Which plans a search makes, and which it returns."""
 
 import dataclasses
 import math

@@ -82,9 +82,9 @@ def test_a_missing_library_names_its_extra(monkeypatch):
 )
 def test_tpu_devices(name):
   target = targets.parse(name)
-  found = target.devices()
-  assert len(found) == math.prod(target.shape)
-  assert platforms.lowering_platforms(found) == ("tpu",)
+  devices = target.devices()
+  assert len(devices) == math.prod(target.shape)
+  assert platforms.lowering_platforms(devices) == ("tpu",)
 
 
 @needs_libtpu
@@ -120,7 +120,7 @@ def test_tpu_memory_is_what_the_compiler_has(family):
 
 @needs_libtpu
 def test_two_processes_compile_at_once():
-  targets.parse("v5e:1x1").devices()  # This process has the library.
+  targets.parse("v5e:1x1").devices()  # Loads the library here.
   code = (
       "from experiments.planning import targets;"
       "print(len(targets.parse('v5e:2x2').devices()))"
@@ -137,7 +137,7 @@ def test_two_processes_compile_at_once():
 @needs_cuda
 @pytest.mark.parametrize("n,hosts", [(1, 1), (8, 1), (16, 2)])
 def test_h100_devices(n, hosts):
-  found = targets.parse(f"h100:{n}").devices()
-  assert len(found) == n
-  assert len({d.process_index for d in found}) == hosts
-  assert platforms.lowering_platforms(found) == ("cuda",)
+  devices = targets.parse(f"h100:{n}").devices()
+  assert len(devices) == n
+  assert len({d.process_index for d in devices}) == hosts
+  assert platforms.lowering_platforms(devices) == ("cuda",)

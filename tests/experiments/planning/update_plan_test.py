@@ -1,4 +1,4 @@
-"""Plans of updates: what is compiled, counted and refused."""
+"""Plans of updates: their figures, and the requests that are refused."""
 
 import dataclasses
 import importlib.util
@@ -22,10 +22,10 @@ def test_what_the_arguments_are(tiny, small_plan):
   n = architectures.n_params(architectures.architecture(tiny))
   assert small_plan.n_params == n
   assert small_plan.arguments["weights"] == 2 * n == small_plan.floor_bytes
-  # The row and the probe have 64 tokens, 56 of them generated: four integers
-  # per token, and four more and a mask per generated token. The row also has a
-  # mask, an integer and three numbers per generated token. One number more is
-  # the sampler's gap.
+  # The row and the probe each have 64 tokens, 56 of them generated: four
+  # integers per token, and four more and a mask per generated token. The row
+  # also has a mask, an integer and three floats per generated token. The last
+  # float is the sampler's gap.
   rows = 64 * 4 * 4 + 56 * (4 * 4 + 1)
   tokens = 56 * (1 + 4 + 3 * 4)
   assert small_plan.arguments["batch"] == 2 * rows + tokens + 4
@@ -38,8 +38,8 @@ def test_what_the_arguments_are(tiny, small_plan):
 
 def test_the_peak(small_plan):
   p = small_plan
-  rest = p.argument_bytes + p.output_bytes - p.aliased_bytes
-  assert p.peak_bytes == rest + p.temporary_bytes > p.floor_bytes
+  kept = p.argument_bytes + p.output_bytes - p.aliased_bytes
+  assert p.peak_bytes == kept + p.temporary_bytes > p.floor_bytes
   # Parts of the batch that this loss does not read are not arguments.
   unread = sum(p.arguments.values()) - p.argument_bytes
   assert -64 <= unread < p.arguments["batch"] / 2
@@ -92,9 +92,9 @@ def test_bad_requests(tiny, change, match):
 
 @needs_libtpu
 def test_a_small_model_on_a_tpu(tiny):
-  found = update_plan.plan(Request(tiny, "v5e:2x2", rank=8, tokens=64))
-  assert found.fits and found.n_devices == 4
-  assert found.collective_bytes["all-gather"] > 0
+  plan = update_plan.plan(Request(tiny, "v5e:2x2", rank=8, tokens=64))
+  assert plan.fits and plan.n_devices == 4
+  assert plan.collective_bytes["all-gather"] > 0
 
 
 @needs_libtpu
@@ -106,6 +106,6 @@ def test_what_a_tpu_has_no_room_for_is_an_answer(monkeypatch, tiny):
     return traced.lower(lowering_platforms=("tpu",))
 
   monkeypatch.setattr(update_plan.compiled_step, "lower_update", too_large)
-  found = update_plan.plan(Request(tiny, "v5e:1x1", rank=8, tokens=64))
-  assert not found.fits and found.peak_bytes >= 128 * GIB
-  assert "RESOURCE_EXHAUSTED" in report.plan_table(found).splitlines()[-1]
+  plan = update_plan.plan(Request(tiny, "v5e:1x1", rank=8, tokens=64))
+  assert not plan.fits and plan.peak_bytes >= 128 * GIB
+  assert "RESOURCE_EXHAUSTED" in report.plan_table(plan).splitlines()[-1]
