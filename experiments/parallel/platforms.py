@@ -7,8 +7,8 @@ from typing import Any
 def lowering_platforms(devices: Sequence[Any]) -> tuple[str, ...]:
   """Returns the `lower(lowering_platforms=...)` that devices need.
 
-  JAX resolves the platform "gpu" by the GPUs at hand, of which there may be
-  none when a program is compiled for described devices.
+  JAX resolves the platform "gpu" by the GPUs at hand, but a program for
+  described devices can be compiled without any.
 
   Args:
     devices: Devices of one kind, at hand or only described.

@@ -1,9 +1,9 @@
-"""One process of `multiprocess_test.py`, or the only one.
+"""One of the processes that `multiprocess_test.py` starts.
 
   python multiprocess_worker.py TASK FOLDER PORT N_PROCESSES INDEX
 
-TASK `step`: an update of fixed data; writes what it made to `FOLDER/step.npz`.
-TASK `train`: a short training run that lives in FOLDER.
+TASK is `step`, one update on fixed data whose results go to
+`FOLDER/step.npz`, or `train`, a short training run in FOLDER.
 """
 
 import pathlib
@@ -23,9 +23,9 @@ from experiments.runs import loop
 
 
 def make_config():
-  """The quickstart, small, on all devices of all processes."""
-  c = quickstart.get_config().unlock()
-  c.update_from_flattened_dict(
+  """A small quickstart config for all devices of all processes."""
+  config = quickstart.get_config().unlock()
+  config.update_from_flattened_dict(
       {
           "model": "tiny",
           "updates": 2,
@@ -48,18 +48,18 @@ def make_config():
           "log.tensorboard": False,
       }
   )
-  return c.lock()
+  return config.lock()
 
 
 def make_batch(config, n_words):
-  """Random responses, the same in every process."""
+  """A batch of random responses, the same in every process."""
   rng = np.random.default_rng(0)
   n = config.rollout.prompts * config.rollout.responses
   shape = (n, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
   new = np.arange(shape[1])[None] >= config.rollout.max_prompt_tokens
   completion = np.broadcast_to(new, shape)
   log_probs = np.where(completion, -np.log(n_words), 0.0)
-  made = Rollout(
+  rollout = Rollout(
       tokens=rng.integers(n_words, size=shape).astype(np.int32),
       valid=np.ones(shape, bool),
       completion_mask=completion,
@@ -67,7 +67,7 @@ def make_batch(config, n_words):
       finished=np.ones(n, bool),
   )
   return batches.make_batch(
-      BatchSettings.of_config(config), made, rng.normal(size=n)
+      BatchSettings.of_config(config), rollout, rng.normal(size=n)
   )[0]
 
 
@@ -88,10 +88,10 @@ def step(folder):
     )
     before = sharding.fetch(state.params)
     state, metrics = update(state, batch)
-    found = sharding.fetch(
+    results = sharding.fetch(
         {"after": state.params, "state": state.opt_state, "metrics": metrics}
     )
-  leaves = jax.tree_util.tree_leaves_with_path(found | {"before": before})
+  leaves = jax.tree_util.tree_leaves_with_path(results | {"before": before})
   if processes.is_first_process():
     arrays = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     np.savez(folder / "step.npz", **arrays)

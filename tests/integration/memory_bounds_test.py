@@ -1,6 +1,6 @@
-"""Bounds on the memory of the real update, as a TPU's compiler states it.
+"""Bounds on the memory of the real update, as the TPU compiler reports it.
 
-docs/results/memory has the figures of more models and targets.
+For other models and targets, see docs/results/memory.
 """
 
 import importlib.util
@@ -27,13 +27,13 @@ def plan(model):
 
 @pytest.mark.slow  # Two minutes.
 def test_1_5_billion_parameters():
-  found = plan("qwen2.5-1.5b")
-  assert found.peak_bytes < 0.21 * DENSE_1_5B
-  assert found.peak_bytes < 2.1 * found.floor_bytes
+  planned = plan("qwen2.5-1.5b")
+  assert planned.peak_bytes < 0.21 * DENSE_1_5B
+  assert planned.peak_bytes < 2.1 * planned.floor_bytes
 
 
 @pytest.mark.slow
 def test_7_billion_parameters():  # A minute and a half.
-  found = plan("qwen2.5-7b")
-  assert found.peak_bytes < 0.16 * DENSE_7B
-  assert found.peak_bytes < 1.5 * found.floor_bytes
+  planned = plan("qwen2.5-7b")
+  assert planned.peak_bytes < 0.16 * DENSE_7B
+  assert planned.peak_bytes < 1.5 * planned.floor_bytes

@@ -1,4 +1,4 @@
-"""Cases of `mesh_test.py`; they need eight devices."""
+"""Training on meshes of eight simulated devices; run by `mesh_test`."""
 
 import functools
 import re
@@ -26,8 +26,8 @@ import logra_jax
 
 PROMPT, NEW, VOCAB = 6, 5, 64
 
-# fsdp=8 divides no side of a feed-forward kernel, and tensor=4 has more
-# devices than there are key-value heads.
+# fsdp=8 divides neither side of a feed-forward kernel, and tensor=4 is more
+# than the number of key-value heads.
 SHAPES = {
     "vocab_size": VOCAB,
     "d_model": 36,
@@ -38,11 +38,11 @@ SHAPES = {
     "d_ff": 44,
     "max_length": 32,
 }
-# Blocks of 4 or 3 tokens do not divide the rows of 16 tokens, 3 not 11.
+# Neither block, of 3 or 5 tokens, divides the rows of 16 tokens.
 VARIANTS = {
     "untied, trained": (
         {"qkv_bias": True},
-        # 8 is fsdp=2 * tensor=4; fsdp=8 takes it whole.
+        # A rank that fsdp=2 and tensor=4, or fsdp=8, can split.
         {
             "optimizer.others": "adam",
             "attention_block": 3,
@@ -54,7 +54,8 @@ VARIANTS = {
         {"optimizer.rank": 3, "token_block": 5, "remat": True},
     ),
 }
-# Each compiles an update; two show the rules, the others their corners.
+# Each case compiles an update. These two show the rules, and the slow ones in
+# `MORE` the corner cases.
 CASES = [
     ("untied, trained", {"fsdp": 2, "tensor": 4}),
     ("tied, frozen, blocks", {"data": 2, "fsdp": 2, "tensor": 2}),
@@ -77,8 +78,8 @@ def make_mesh(sizes):
 
 
 def make_config(changes):
-  c = tiny.get_config().unlock()
-  c.update_from_flattened_dict(
+  config = tiny.get_config().unlock()
+  config.update_from_flattened_dict(
       {
           "rollout.prompts": 8,
           "rollout.responses": 2,
@@ -87,24 +88,24 @@ def make_config(changes):
           "loss.row_tokens": (PROMPT + 2 * NEW,),
           "loss.micro_rows": 4,
           "loss.chunk": 16,
-          # Nothing is clipped: the log-probs of the batch are made up.
+          # Nothing is clipped, because the log-probs of the batch are invented.
           "loss.clip_low": 1.0,
           "loss.clip_high": 1e3,
           "optimizer.rank": 4,
           "optimizer.learning_rate": 1e-2,
-          # Adam divides by |gradient| + eps: no gradient is smaller than noise.
+          # Adam divides by |gradient| + eps; eps must exceed rounding noise.
           "optimizer.eps": 1e-3,
           "kl.probe_responses": 8,
           "kl.budget": 1e-3,
           "kl.final_budget": 1e-3,
       }
   )
-  c.update_from_flattened_dict(changes)
-  return c.lock()
+  config.update_from_flattened_dict(changes)
+  return config.lock()
 
 
 def make_batch(config):
-  """Random responses of random lengths, to prompts padded on the left."""
+  """A batch of random responses of random lengths to left-padded prompts."""
   rng = np.random.default_rng(0)
   n = config.rollout.prompts * config.rollout.responses
   length = PROMPT + NEW
@@ -115,7 +116,7 @@ def make_batch(config):
   place = np.arange(length)[None]
   completion = (place >= PROMPT) & (place < end)
   tokens = np.concatenate([prompts, rng.integers(VOCAB, size=(n, NEW))], 1)
-  made = Rollout(
+  rollout = Rollout(
       tokens=tokens.astype(np.int32),
       valid=(place >= start) & (place < end),
       completion_mask=completion,
@@ -123,7 +124,7 @@ def make_batch(config):
       finished=end[:, 0] < length,
   )
   return batches.make_batch(
-      BatchSettings.of_config(config), made, rng.normal(size=n)
+      BatchSettings.of_config(config), rollout, rng.normal(size=n)
   )[0]
 
 
@@ -168,7 +169,7 @@ class Case:
 
 @functools.cache
 def single(name):
-  """State before, state after and metrics on one device, as NumPy arrays."""
+  """State before and after an update on one device, and its metrics."""
   case = Case(name, {})
   with jax.set_mesh(case.mesh):
     state, batch = case.start()
@@ -192,18 +193,18 @@ def test_an_update_is_the_update_on_one_device(name, sizes):
   with jax.set_mesh(case.mesh):
     state, batch = case.start()
     step = case.step(state)
-    found, found_metrics = step(state, batch)
+    new_state, new_metrics = step(state, batch)
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
-    found_metrics = jax.tree.map(np.array, found_metrics)
-    got = jax.tree.map(np.array, found)
-    # The new state lies where the next update expects it.
-    step(found, batch)
+    new_metrics = jax.tree.map(np.array, new_metrics)
+    got = jax.tree.map(np.array, new_state)
+    # The next update takes the new state without compiling again.
+    step(new_state, batch)
     assert step._cache_size() == 1
   assert 0 < metrics["kl/step_scale"] < 3 and metrics["kl/skipped"] == 0
-  assert found_metrics.keys() == metrics.keys()
+  assert new_metrics.keys() == metrics.keys()
   for key, value in metrics.items():
     np.testing.assert_allclose(
-        found_metrics[key], value, rtol=1e-4, atol=1e-6, err_msg=key
+        new_metrics[key], value, rtol=1e-4, atol=1e-6, err_msg=key
     )
   for key, value in by_path(after.opt_state).items():
     atol = 1e-5 * np.abs(value).max(initial=0)
@@ -216,7 +217,7 @@ def test_an_update_is_the_update_on_one_device(name, sizes):
     moved = np.abs(new - old).max()
     trained = all_trained or ("_proj" in path and "kernel" in path)
     assert moved > 1e-4 if trained else moved == 0, path
-    # A factor may round to the other bfloat16, 2⁻⁸ of it away.
+    # A factor can round to the next bfloat16, a relative error of 2⁻⁸.
     off = np.abs(by_path(got.params)[path] - new).max()
     assert off <= 1e-2 * moved, (path, moved, off)
 
@@ -231,16 +232,16 @@ def test_weights_and_state_are_split_and_not_copied():
     mine = sum(
         x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree)
     )
-    assert mine < 0.16 * whole, (mine, whole)  # An eighth, and small vectors.
+    assert mine < 0.16 * whole, (mine, whole)  # An eighth, plus small vectors.
     for path, x in by_path(tree).items():
       if re.search(r"_proj.*kernel|embedding|lm_head", path):
-        if ".rms" not in path:  # One number for an output: where it is used.
+        if ".rms" not in path:  # On every device that uses it.
           part = x.addressable_shards[0].data.size / x.size
           assert part == 1 / 8, (path, part)
 
 
 def sketches(model, state):
-  """Gradients of the targets, as the learner splits them."""
+  """Gradients of the targets, split as in training."""
 
   def loss(params):
     tokens = jnp.zeros((8, 4), jnp.int32)
@@ -251,11 +252,11 @@ def sketches(model, state):
 
 
 def collectives(optimizer, mesh):
-  """What the whole update without probe sends.
+  """Compiles an update without probe, and counts what devices send.
 
   Returns:
-    Kind and shape of every array, operands and results; bytes of each kind on
-    a device; shapes of the target kernels, without the layer axis.
+    The kind and shape of each operand and result; bytes per device by kind; and
+    the shapes of the target kernels, without the layer axis.
   """
   shapes = SHAPES | {"d_model": 40, "d_ff": 48, "qkv_bias": True}
   config = make_config(
@@ -293,7 +294,7 @@ def collectives(optimizer, mesh):
 
 
 def shapes_of(moved, *kinds):
-  """Without axes of size 1."""
+  """Shapes of collectives of these kinds, without axes of size 1."""
   return {
       tuple(d for d in dims if d > 1) for kind, dims in moved if kind in kinds
   }
@@ -303,28 +304,28 @@ def shapes_of(moved, *kinds):
     "axis", ["fsdp", pytest.param("data", marks=pytest.mark.slow)]
 )
 def test_gradients_travel_as_sketches(axis):
-  """And dense ones, in the same program, as kernels."""
+  """The same program with dense gradients sends whole kernels."""
   thin, thin_bytes, kernels = collectives("logra", {axis: 8})
   dense, dense_bytes, _ = collectives("dense_adam", {axis: 8})
   sums = ("all-reduce", "reduce-scatter")
-  found = shapes_of(thin, *sums)
-  assert {(3, d_out) for _, d_out in kernels} <= found, found
-  assert not found & {*kernels, *(k[::-1] for k in kernels)}, found
-  whole = shapes_of(dense, *sums)  # Or their transposes.
+  summed = shapes_of(thin, *sums)
+  assert {(3, d_out) for _, d_out in kernels} <= summed, summed
+  assert not summed & {*kernels, *(k[::-1] for k in kernels)}, summed
+  whole = shapes_of(dense, *sums)  # Kernels or their transposes.
   assert all({k, k[::-1]} & whole for k in kernels), whole
   for moved in (thin, dense):  # The embedding and the head stay where they are.
     assert not shapes_of(moved, *hlo_cost.COLLECTIVES) & {
         (VOCAB, 40),
         (40, VOCAB),
     }
-  # Of two layers in float32; what both reduce besides is no gradient.
+  # Two layers in float32. All else that both programs sum cancels out here, up
+  # to flags for whether a dense gradient is finite.
   n_sketches = 2 * 4 * sum(3 * d_out for _, d_out in kernels)
   n_kernels = 2 * 4 * sum(d_in * d_out for d_in, d_out in kernels)
   total = lambda n_bytes: sum(n_bytes.get(kind, 0) for kind in sums)
   saved = total(dense_bytes) - total(thin_bytes)
-  # And flags whether a dense gradient is finite.
   np.testing.assert_allclose(saved, n_kernels - n_sketches, rtol=0.05)
-  if axis == "data":  # Nothing besides but a few scalars.
+  if axis == "data":  # Only sketches and a few scalars are summed.
     assert n_sketches < total(thin_bytes) < n_sketches + 64
 
 
@@ -370,7 +371,7 @@ def assert_same_record(rows, wanted_rows):
 
 @pytest.mark.slow
 def test_a_run_on_a_mesh_is_the_run_on_one_device(tmp_path, monkeypatch):
-  """Same tokens, rewards and KL; and it goes on on other devices."""
+  """Tokens, rewards and KL are the same, also after a change of mesh."""
   make = sharding.make_mesh
   with monkeypatch.context() as patch:
     one = jax.devices()[:1]
@@ -383,7 +384,7 @@ def test_a_run_on_a_mesh_is_the_run_on_one_device(tmp_path, monkeypatch):
 
 
 def test_caches_are_split():
-  """Over responses and key-value heads, also while responses are sampled."""
+  """Responses and key-value heads are split, also while sampling."""
   loaded = tiny_model.make_tiny(0)
   layers, features = loaded.config.n_layers, loaded.config.head_dim
   mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
@@ -411,8 +412,9 @@ def test_caches_are_split():
             model, options, inputs, slots, number, number
         ),
     )
-  # 8 prompts of 10 tokens, then 8 · 4 responses of 13 (the last of 10 + 4 is
-  # never read), two heads: of each an eighth.
+  # The prompts' cache holds 8 prompts of 10 tokens, the slots' 8 · 4 responses
+  # of 13 (the last of 10 + 4 is never read), both for two heads. A device has
+  # an eighth of each.
   for lowering, size in zip(lowered, (8 * 10 * 2, 32 * 13 * 2), strict=True):
     cache = rf"f32\[{layers},(\d+),(\d+),(\d+),(\d+)\]"
     found = re.findall(cache, lowering.compile().as_text())

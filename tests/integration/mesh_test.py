@@ -1,7 +1,7 @@
 """The training program on meshes of eight simulated devices.
 
-The number of devices is fixed when JAX starts, so the cases run in a process
-of their own, all in one: `mesh_cases.py`.
+The number of devices is fixed when JAX starts, so all cases, which are in
+`mesh_cases.py`, run in one separate process.
 """
 
 import os
@@ -16,7 +16,7 @@ from experiments.runs import workdir
 
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
-    # Quick to compile, slow to run: nothing here is large.
+    # Programs compile faster and run slower, which suits these small ones.
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
 )

@@ -1,4 +1,4 @@
-"""Two processes compute what one process computes."""
+"""Two processes compute the same as one process."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ SECONDS = 500
 
 
 def run(task, folder, n_processes):
-  """Runs the worker in so many processes, with DEVICES devices in all."""
+  """Runs the worker in processes that share `DEVICES` devices."""
   folder.mkdir()
   with socket.socket() as server:
     server.bind(("localhost", 0))
@@ -45,7 +45,7 @@ def run(task, folder, n_processes):
       processes.append(process)
     codes = _wait(processes)
   finally:
-    for process in processes:  # None outlives the test.
+    for process in processes:  # No process outlives the test.
       process.kill()
       process.wait()
   assert codes == [0] * n_processes, "\n".join(log.read_text() for log in logs)
@@ -53,7 +53,7 @@ def run(task, folder, n_processes):
 
 
 def _wait(processes):
-  """Exit codes; None of those that still run when one failed, or too long."""
+  """Exit codes when all ended, one failed or time is up; None: still runs."""
   end = time.monotonic() + SECONDS
   while time.monotonic() < end:
     codes = [process.poll() for process in processes]
@@ -74,7 +74,7 @@ def test_an_update_in_two_processes_is_that_in_one(tmp_path):
   for name, wanted in one.items():
     scale = np.abs(wanted).max(initial=0)
     if name.startswith("['after']"):
-      # A factor may round to the other bfloat16, 2⁻⁸ of the step away.
+      # A factor can round to the next bfloat16: 2⁻⁸ of the step.
       scale = np.abs(wanted - one[name.replace("after", "before")]).max()
       assert scale > 1e-4 or "_proj" not in name, name
       np.testing.assert_allclose(
@@ -90,7 +90,7 @@ def test_an_update_in_two_processes_is_that_in_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_in_two_processes_is_that_in_one(tmp_path):
-  """The first process keeps the record; all write the checkpoint."""
+  """Only the first process writes the record; all write checkpoints."""
   rows = []
   for n in (1, 2):
     folder = tmp_path / str(n)

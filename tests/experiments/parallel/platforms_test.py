@@ -10,7 +10,7 @@ from experiments.parallel import platforms
 
 @pytest.mark.parametrize(
     "platform, wanted",
-    # "gpu" would be resolved by the GPUs at hand, of which there may be none.
+    # JAX would resolve "gpu" by the GPUs at hand, and there may be none.
     [("gpu", "cuda"), ("cuda", "cuda"), ("tpu", "tpu"), ("cpu", "cpu")],
 )
 def test_the_platform_to_lower_for(platform, wanted):

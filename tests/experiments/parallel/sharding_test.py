@@ -1,4 +1,4 @@
-"""Rules for how arrays are split, and the checks of meshes and sizes."""
+"""Rules for how arrays are split, and checks of meshes and sizes."""
 
 import dataclasses
 
@@ -125,11 +125,11 @@ def test_parameters_lie_by_their_paths():
 def test_adapters_lie_like_their_kernel():
   kernel = {"kernel": shape(8, 16), "a": shape(8, 3), "b": shape(3, 16)}
   params = {"q_proj": {"kernel": kernel}}
-  found = specs(params, params, abstract_mesh(fsdp=2, tensor=2))
-  assert found == {
+  adapters = specs(params, params, abstract_mesh(fsdp=2, tensor=2))
+  assert adapters == {
       "q_proj/kernel/kernel": P("fsdp", "tensor"),
       "q_proj/kernel/a": P("fsdp", None),
-      # The outputs have fsdp too, which the adapter's rank leaves free.
+      # Its rank leaves fsdp free, so fsdp splits the outputs too.
       "q_proj/kernel/b": P(None, ("tensor", "fsdp")),
   }
 
@@ -141,7 +141,7 @@ def test_adapters_lie_like_their_kernel():
         ("q_proj", (2, 4, 16), P(None, "fsdp", "tensor")),  # A sketch.
         ("q_proj", (2, 16), P(None, "tensor")),  # RowAdam's scale.
         ("q_proj", (), P()),
-        ("q_proj", (2, 8, 3), P(None, "fsdp", None)),  # GaLore's.
+        ("q_proj", (2, 8, 3), P(None, "fsdp", None)),  # GaLore's projection.
         ("down_proj", (2, 4, 8), P(None, ("fsdp", "tensor"), None)),
         ("down_proj", (2, 8), P(None, None)),
     ],
@@ -154,14 +154,14 @@ def test_state_lies_like_the_parameter_that_it_belongs_to(name, dims, wanted):
       }
   }
   state = {"mu": {"layers": {name: {"kernel": shape(*dims)}}}}
-  (found,) = specs(state, params, abstract_mesh(fsdp=2, tensor=2)).values()
-  assert found == wanted
+  (spec,) = specs(state, params, abstract_mesh(fsdp=2, tensor=2)).values()
+  assert spec == wanted
 
 
 def test_state_of_no_parameter_is_whole():
   params = {"q_proj": {"kernel": shape(8, 16)}}
-  found = specs({"key": shape(8, 16)}, params, abstract_mesh(fsdp=2))
-  assert found == {"key": P(None, None)}
+  state = {"key": shape(8, 16)}
+  assert specs(state, params, abstract_mesh(fsdp=2)) == {"key": P(None, None)}
 
 
 def test_arrays_that_are_put_come_back():
