@@ -1,5 +1,6 @@
 """Runs out of their checkpoints, and into transformers."""
 
+import contextlib
 import shutil
 
 import chex
@@ -60,13 +61,11 @@ def test_the_newest_or_the_best_checkpoint_is_exported(run, tmp_path):
   assert size("best") < 0.6 * size("new")
 
 
-@pytest.mark.parametrize("change", ["moved", "elsewhere", "copied"])
-def test_a_run_needs_neither_its_base_model_nor_its_place(
-    change, tmp_path, monkeypatch
-):
-  base, path = tmp_path / "base", tmp_path / "run"
-  shutil.copytree(GOLDEN / "llama", base)
-  monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  """A run of one update that names its base model by a relative path."""
+  folder = tmp_path_factory.mktemp("trained")
+  shutil.copytree(GOLDEN / "llama", folder / "base")
   config = tiny_config.get_config().unlock()
   config.model = "base"  # As a person in that directory would write.
   config.updates = 1
@@ -76,17 +75,31 @@ def test_a_run_needs_neither_its_base_model_nor_its_place(
   config.loss.micro_rows = config.kl.probe_responses = 2
   config.evaluate.prompts = 2
   config.task.name = "addition"
-  trained = loop.train(config.lock(), path).state
+  with contextlib.chdir(folder):
+    state = loop.train(config.lock(), folder / "run").state
+  return folder, jax.device_get(state.params)
+
+
+@pytest.mark.parametrize("change", ["elsewhere", "moved", "copied"])
+def test_a_run_needs_neither_its_base_model_nor_its_place(
+    trained, change, tmp_path, monkeypatch
+):
+  folder, params = trained
+  path = folder / "run"
   if change == "moved":
-    base.rename(tmp_path / "other")
+    shutil.copytree(folder, tmp_path / "here")
+    (tmp_path / "here" / "base").rename(tmp_path / "here" / "other")
+    path = tmp_path / "here" / "run"
+    monkeypatch.chdir(tmp_path / "here")
   elif change == "copied":
     shutil.copytree(path, tmp_path / "machine" / "run")
     path = tmp_path / "machine" / "run"
-    shutil.rmtree(base)
-  monkeypatch.chdir("/")
+    monkeypatch.chdir(tmp_path)
+  else:
+    monkeypatch.chdir("/")
   assert export.export(path, tmp_path / "out") == 1
   loaded = load.from_path(tmp_path / "out")
-  chex.assert_trees_all_equal(loaded.params, jax.device_get(trained.params))
+  chex.assert_trees_all_equal(loaded.params, params)
   text = "What is 3 + 5?"
   original = hf.load_description(GOLDEN / "llama")[1]
   assert loaded.tokenizer.encode(text) == original.encode(text)

@@ -67,7 +67,14 @@ def test_a_config_is_planned_into_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--rank=8", "--mesh=fsdp:2", "--search=batch", "--dump=folder"]
+    "flag",
+    [
+        "--rank=8",
+        *(
+            pytest.param(flag, marks=pytest.mark.slow)
+            for flag in ("--mesh=fsdp:2", "--search=batch", "--dump=folder")
+        ),
+    ],
 )
 def test_a_config_fixes_the_sizes(flag):
   process = run(

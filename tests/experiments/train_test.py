@@ -206,7 +206,14 @@ def _start(workdir):
   return subprocess.Popen(
       command,
       cwd=ROOT,
-      env={**os.environ, **_ENVIRONMENT},
+      env={
+          **os.environ,
+          **_ENVIRONMENT,
+          # Each start would compile the same programs.
+          "JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "compiled"),
+          "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+          "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+      },
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,

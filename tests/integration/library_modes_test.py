@@ -35,12 +35,16 @@ def step(tx, jit):
   return run(params, tx.init(params))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("jit", [True, False])
-@pytest.mark.parametrize("norm_preserving", [True, False])
-def test_a_step_runs_in_strict_modes(mode, jit, norm_preserving):
-  inner = logra_jax.scale_by_row_adam(norm_preserving=norm_preserving)
-  tx = optax.chain(logra_jax.sketch(3, inner=inner), logra_jax.kl_budget(1e-3))
+@pytest.mark.parametrize(
+    ("mode", "jit"),
+    [
+        *((mode, True) for mode in MODES),
+        # Only an eager step looks at each number on the way.
+        pytest.param("nans", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_runs_in_strict_modes(mode, jit):
+  tx = optax.chain(logra_jax.sketch(3), logra_jax.kl_budget(1e-3))
   with MODES[mode]():
     params, _ = step(tx, jit)
   for old, new in zip(
