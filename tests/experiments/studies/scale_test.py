@@ -1,5 +1,10 @@
 """Tests of the comparison with published figures."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from experiments.benchmarks import timed_update
@@ -45,7 +50,21 @@ def test_a_folder_without_rows_is_an_error(tmp_path):
 
 @pytest.mark.slow
 def test_small_measures_both():
-  peaks, rows = run.measure_small()
+  # Two CPU devices must exist before JAX starts, and other tests need one.
+  code = (
+      "import json; from experiments.studies.scale import run;"
+      " print(json.dumps(run.measure_small()))"
+  )
+  done = subprocess.run(
+      [sys.executable, "-c", code],
+      cwd=ROOT,
+      env={**os.environ, "JAX_PLATFORMS": "cpu"},
+      capture_output=True,
+      text=True,
+      check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  peaks, rows = json.loads(done.stdout.splitlines()[-1])
   assert 0 < peaks["logra"] < peaks["dense_adam"]
   assert [
       timed_update.OptimizerSetting(row["optimizer"], row["rank"]).label
