@@ -114,14 +114,34 @@ def _alpha(
   return jnp.where(predicted > 0, alpha, 1.0)
 
 
+def _scheduled(
+    value: jax.typing.ArrayLike | optax.Schedule, count: jax.Array
+) -> jax.Array:
+  """Returns a constant, or the value of a schedule at `count`, in float32."""
+  return jnp.asarray(value(count) if callable(value) else value, jnp.float32)
+
+
+def _initial_state(inner: optax.OptState) -> KLBudgetState:
+  """Returns the state before the first update."""
+  # Every field gets its own buffer, so that the state can be donated.
+  return KLBudgetState(
+      count=jnp.zeros([], jnp.int32),
+      predicted=jnp.zeros([], jnp.float32),
+      budget=jnp.zeros([], jnp.float32),
+      alpha=jnp.zeros([], jnp.float32),
+      skipped=jnp.zeros([], jnp.int32),
+      mismatch=jnp.zeros([], jnp.float32),
+      inner=inner,
+  )
+
+
 def _limit(
     budget: jax.typing.ArrayLike | optax.Schedule,
     count: jax.Array,
     mismatch: jax.Array,
 ) -> jax.Array:
   """Returns the budget less the mismatch, but at least half the budget."""
-  limit = budget(count) if callable(budget) else budget
-  limit = jnp.asarray(limit, jnp.float32)
+  limit = _scheduled(budget, count)
   return jnp.maximum(limit - mismatch, 0.5 * limit)
 
 
@@ -149,7 +169,7 @@ def kl_budget(
   | the predicted KL of a non-zero update is 0 | the step is skipped |
   | the predicted KL is NaN, infinite or negative | the step is skipped |
   | an update or, with `inner`, a gradient is not finite | the step is skipped |
-  | a scheduled budget is NaN or negative | the step is skipped |
+  | a scheduled budget or `alpha_max` is NaN or negative | the step is skipped |
   | a scheduled budget is 0 | the step is zero |
   | `sketch` without a learning rate after it | its direction is negated |
   | the budget is infinite | α = alpha_max |
@@ -203,16 +223,7 @@ def kl_budget(
   wrapped = optax.with_extra_args_support(inner or optax.identity())
 
   def init_fn(params):
-    # Every field gets its own buffer, so that the state can be donated.
-    return KLBudgetState(
-        count=jnp.zeros([], jnp.int32),
-        predicted=jnp.zeros([], jnp.float32),
-        budget=jnp.zeros([], jnp.float32),
-        alpha=jnp.zeros([], jnp.float32),
-        skipped=jnp.zeros([], jnp.int32),
-        mismatch=jnp.zeros([], jnp.float32),
-        inner=wrapped.init(params),
-    )
+    return _initial_state(wrapped.init(params))
 
   def update_fn(
       updates, state, params=None, *, probe=None, mismatch=0.0, **extra_args
@@ -236,11 +247,11 @@ def kl_budget(
     ok &= jnp.isfinite(predicted) & (predicted >= 0)
     ema = _mismatch_mean(state.mismatch, mismatch)
     limit = _limit(budget, state.count, ema)
-    ok &= limit >= 0  # False also for a schedule that returns NaN
+    bound = _scheduled(alpha_max, state.count)
+    ok &= (limit >= 0) & (bound >= 0)  # False for schedules that return NaN
     # A step that moves parameters moves the policy. If the probe does not see
     # it, its functions ignore their parameters, and nothing bounds the step.
     ok &= (predicted > 0) | ~_moves(proposed)
-    bound = alpha_max(state.count) if callable(alpha_max) else alpha_max
     alpha = jnp.where(ok, _alpha(limit, predicted, bound), 0.0)
     scaled = optax.tree.scale(alpha, _finite.zero_unless(ok, proposed))
     return scaled, KLBudgetState(

@@ -86,6 +86,16 @@ def _check_scalars(**scalars: Any) -> None:
       )
 
 
+def _check_seed(seed: Any) -> None:
+  """Raises ValueError unless `seed` is an array or an int of 32 bits."""
+  if not isinstance(seed, jax.Array) and not (
+      isinstance(seed, (int, np.integer)) and 0 <= seed < 2**32
+  ):
+    raise ValueError(
+        f"seed={seed!r} must be an int in [0, 2**32), for example 42"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sketch:
   """The `init` and `update` of `sketch`; holds settings but no state."""
@@ -404,12 +414,7 @@ def sketch(
         f"distribution={distribution!r} is unknown; use one of"
         f" {sorted(_basis.DISTRIBUTIONS)}"
     )
-  if not isinstance(seed, jax.Array) and not (
-      isinstance(seed, (int, np.integer)) and 0 <= seed < 2**32
-  ):
-    raise ValueError(
-        f"seed={seed!r} must be an int in [0, 2**32), for example 42"
-    )
+  _check_seed(seed)
   if not jnp.issubdtype(factor_dtype, jnp.floating):
     raise ValueError(
         f"factor_dtype={factor_dtype!r} must be a float dtype, such as"

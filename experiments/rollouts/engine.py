@@ -46,10 +46,6 @@ class EngineSettings:
     Raises:
       ValueError: If a value is out of range; names the field.
     """
-    if rollout.slots < 0:
-      raise ValueError(
-          f"config.rollout.slots={rollout.slots} must be at least 0"
-      )
     return _settings.read(
         cls, rollout, "config.rollout.", slots=sampling.slots(rollout)
     )

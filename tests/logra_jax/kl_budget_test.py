@@ -562,3 +562,11 @@ def test_alpha_max_can_be_a_schedule():
 def test_numpy_integers_are_integers():
   schedule = logra_jax.cosine_budget(2e-4, 2e-5, np.int64(300))
   assert float(schedule(300)) == pytest.approx(2e-5)
+
+
+@pytest.mark.parametrize("bound", [np.nan, -1.0])
+def test_a_scheduled_alpha_max_that_is_no_bound_gives_no_step(bound):
+  tx = logra_jax.kl_budget(1e-3, alpha_max=lambda count: jnp.float32(bound))
+  scaled, state = apply_budget(tx, tx.init(UPDATE), 1e-3)
+  assert not np.any(scaled["w"])
+  assert int(state.skipped) == 1 and float(state.alpha) == 0.0

@@ -84,6 +84,10 @@ def test_every_setting_is_read_somewhere():
         ({"rollout.min_new_tokens": 13}, "rollout.min_new_tokens=13.*12"),
         ({"rollout.stop": ("",)}, "config.rollout.stop .*''"),
         ({"rollout.cache_dtype": "int4"}, "cache_dtype='int4'"),
+        (
+            {"rollout.slots": -1},
+            r"config\.rollout\.slots=-1 must be at least 0",
+        ),
         ({"rollout.overlong": "drop"}, "config.rollout.overlong .*'drop'"),
         ({"rollout.overlong": "penalty"}, "overlong_buffer .* got 0"),
         ({"rollout.curriculum": 11}, "curriculum=11 .*prompts=12"),
